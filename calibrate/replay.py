@@ -1,0 +1,193 @@
+"""Carry token batches through a model block by block, and stop a block's forward at the inputs of its linear layers.
+
+A `Stream` holds the hidden states of all batches: in memory, or past a budget in a memory-mapped file.
+
+`staged_block` runs one block over a stream. Each batch's forward is a greenlet; a hook on the linear layers of stage k
+pauses it there. When every batch waits at stage k, its inputs have been observed, the caller changes its weights, and
+all go on. So each stage sees the outputs of the stages already quantized, and the block's forward runs **once**, where
+re-running it for every stage would cost as many forwards as there are stages. What waits holds its activations; when
+that would pass the memory budget, `paused=False` re-runs instead, with the same results.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from greenlet import getcurrent, greenlet
+from torch import Tensor, nn
+
+from ..checkpoint.errors import SutureError
+from ..checkpoint.layout import Linear
+from .skeleton import Skeleton
+
+
+@dataclass
+class Stream:
+    """Token batches and their hidden states, all windows of one batch of equal length."""
+
+    ids: list[Tensor]  # each [B, T] int64
+    hidden: list[Tensor]  # each [B, T, hidden], views of `buffer`
+    buffer: Tensor
+
+    @classmethod
+    def start(
+        cls, skeleton: Skeleton, ids: Sequence[Tensor], budget: int | None = None, spill: Path | None = None
+    ) -> Stream:
+        """Embed the batches. Past `budget` bytes the states live in the file `spill` instead of memory."""
+        stream = cls.empty(skeleton, ids, budget, spill)
+        for batch, view in zip(stream.ids, stream.hidden, strict=True):
+            view.copy_(skeleton.embed(batch))
+        return stream
+
+    @classmethod
+    def empty(
+        cls, skeleton: Skeleton, ids: Sequence[Tensor], budget: int | None = None, spill: Path | None = None
+    ) -> Stream:
+        width = int(skeleton.hf_config.hidden_size)
+        sizes = [batch.numel() * width for batch in ids]
+        total = sum(sizes)
+        if spill is not None and budget is not None and total * skeleton.dtype.itemsize > budget:
+            buffer = torch.from_file(str(spill), shared=True, size=total, dtype=skeleton.dtype)
+        else:
+            buffer = torch.empty(total, dtype=skeleton.dtype)
+        views = buffer.split(sizes)
+        hidden = [view.view(*batch.shape, width) for view, batch in zip(views, ids, strict=True)]
+        return cls(list(ids), hidden, buffer)
+
+    @property
+    def tokens(self) -> int:
+        return sum(batch.numel() for batch in self.ids)
+
+    def save(self, path: Path) -> None:
+        """Write the hidden states, and return once they are on disk."""
+        with path.open("wb") as file:
+            file.write(memoryview(self.buffer.numpy()).cast("B"))
+            file.flush()
+            os.fsync(file.fileno())
+
+    def restore(self, path: Path) -> None:
+        """Read what `save` wrote. Raises SutureError when the file is not of this stream's size."""
+        size = self.buffer.numel() * self.buffer.element_size()
+        if not path.exists() or path.stat().st_size != size:
+            raise SutureError(f"{path}: the saved hidden states are not {size} bytes", "start again with --overwrite")
+        with path.open("rb") as file:
+            file.readinto(memoryview(self.buffer.numpy()).cast("B"))
+
+
+def run_block(skeleton: Skeleton, index: int, stream: Stream) -> None:
+    """Replace the stream's hidden states by block `index`'s outputs; the block must be loaded."""
+    for hidden in stream.hidden:
+        hidden.copy_(skeleton.run_block(index, hidden.to(skeleton.device)))
+
+
+@torch.no_grad()
+def staged_block(
+    skeleton: Skeleton,
+    index: int,
+    stream: Stream,
+    stages: Sequence[Sequence[Linear]],
+    observe: Callable[[int, Any], None],
+    change: Callable[[int], None],
+    paused: bool = True,
+) -> None:
+    """Run block `index` over the stream, stopping at each stage.
+
+    For stage k (linears that share their input): `observe(k, x)` is called once per batch with that input ([B, T, in],
+    [T, in], or a list of [t, in] with one entry per expert), then `change(k)` once, which may replace the weights.
+    Afterwards the stream holds the outputs of the changed block.
+    """
+    hooks = _Hooks(skeleton, stages, observe)
+    try:
+        if paused:
+            _run_paused(skeleton, index, stream, hooks, change)
+        else:
+            _run_again(skeleton, index, stream, hooks, change)
+    finally:
+        hooks.remove()
+
+
+class _Hooks:
+    """Pre-forward hooks that observe a stage's input once per forward and, in a greenlet, pause there."""
+
+    def __init__(self, skeleton: Skeleton, stages: Sequence[Sequence[Linear]], observe: Callable[[int, Any], None]):
+        self.observe = observe
+        self.n_stages = len(stages)
+        self.watched: set[int] = set(range(len(stages)))
+        self.passed: dict[greenlet, set[int]] = {}
+        self.handles = [
+            module.register_forward_pre_hook(self._hook(k))
+            for k, stage in enumerate(stages)
+            for module in _stage_modules(skeleton, stage)
+        ]
+
+    def _hook(self, stage: int) -> Callable[[nn.Module, tuple[Any, ...]], None]:
+        def arrive(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            me = getcurrent()
+            passed = self.passed.setdefault(me, set())
+            if stage in self.watched and stage not in passed:
+                passed.add(stage)
+                self.observe(stage, inputs[0])
+                parent = me.parent
+                assert parent is not None
+                parent.switch(stage)
+
+        return arrive
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
+
+
+def _stage_modules(skeleton: Skeleton, stage: Sequence[Linear]) -> list[nn.Module]:
+    first = stage[0]
+    experts = skeleton.family.experts
+    if first.expert is None or experts is None:
+        return [skeleton.model.get_submodule(linear.module) for linear in stage]
+    path = f"{skeleton.layout.block_prefix(first.block)}{experts.module}"
+    kind = "reach_down" if first.role.endswith("down_proj") else "reach_gate_up"
+    return [skeleton.model.get_submodule(f"{path}.{kind}")]
+
+
+def _forwards(skeleton: Skeleton, index: int, stream: Stream) -> list[greenlet]:
+    def forward(hidden: Tensor) -> Tensor:
+        return skeleton.run_block(index, hidden.to(skeleton.device))
+
+    return [greenlet(forward) for _ in stream.hidden]
+
+
+def _expect(arrived: Any, stage: int, index: int) -> None:
+    if arrived != stage:
+        found = f"stage {arrived}" if isinstance(arrived, int) else "the block's end"
+        raise SutureError(f"block {index}: the forward came to {found} where stage {stage} was expected")
+
+
+def _run_paused(skeleton: Skeleton, index: int, stream: Stream, hooks: _Hooks, change: Callable[[int], None]) -> None:
+    forwards = _forwards(skeleton, index, stream)
+    try:
+        arrived: list[Any] = [run.switch(hidden) for run, hidden in zip(forwards, stream.hidden, strict=True)]
+        for stage in range(hooks.n_stages):
+            for where in arrived:
+                _expect(where, stage, index)
+            change(stage)
+            arrived = [run.switch() for run in forwards]
+        for hidden, out in zip(stream.hidden, arrived, strict=True):
+            hidden.copy_(out)
+    finally:
+        for run in forwards:
+            run.throw()  # ends a forward that is still paused; nothing for one that is finished
+
+
+def _run_again(skeleton: Skeleton, index: int, stream: Stream, hooks: _Hooks, change: Callable[[int], None]) -> None:
+    for stage in range(hooks.n_stages):
+        hooks.watched = {stage}
+        for run, hidden in zip(_forwards(skeleton, index, stream), stream.hidden, strict=True):
+            _expect(run.switch(hidden), stage, index)
+            run.throw()
+        change(stage)
+    hooks.watched = set()
+    run_block(skeleton, index, stream)

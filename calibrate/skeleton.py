@@ -1,0 +1,304 @@
+"""A transformers model without its weights, filled one block at a time.
+
+The model is built from the config on torch's `meta` device, so it costs nothing; buffers (rotary frequencies, embedding
+scales) are real. Its own forward is what runs, so every family's masks, soft caps, rotary variants and scales are right
+by construction:
+
+- `embed(ids)` runs the real forward with the decoder blocks replaced by recorders, which note the hidden states that
+  reach block 0 and the arguments (mask, rotary embedding, ...) that each block is given;
+- `run_block(i, ...)` calls block `i` with those arguments;
+- `logits(hidden)` runs the real forward with one block in place of all, which returns `hidden`: final norm, head and
+  soft cap are the model's own.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..checkpoint.errors import SutureError
+from ..checkpoint.families import Family, family_of
+from ..checkpoint.layout import ModelLayout, Place, resolve_layout, text_config
+from ..checkpoint.source import TensorSource
+from .experts import UnfusedExperts
+
+
+@dataclass(frozen=True)
+class BlockArguments:
+    """What the model's forward gave one block beside the hidden states."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class _Captured(Exception):
+    """Ends a forward once every block's arguments are known."""
+
+
+class _Recorder(nn.Module):
+    """Stands in for a block; looks like it to code that reads its attributes."""
+
+    def __init__(self, block: nn.Module, seen: list[tuple[Tensor, BlockArguments]], last: bool) -> None:
+        super().__init__()
+        self.__dict__["_block"] = block
+        self._seen, self._last = seen, last
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_block"], name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self._seen.append((hidden_states, BlockArguments(args, kwargs)))
+        if self._last:
+            raise _Captured
+        return hidden_states
+
+
+class _Injector(nn.Module):
+    """Stands in for all blocks and returns given hidden states."""
+
+    def __init__(self, hidden: Tensor, block: nn.Module) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.__dict__["_block"] = block
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.__dict__["_block"], name)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return self.hidden
+
+
+@dataclass
+class Skeleton:
+    """A model on `meta` and the checkpoint that fills it. Computes in `dtype` on `device`."""
+
+    source: TensorSource
+    model: nn.Module
+    layout: ModelLayout
+    hf_config: Any
+    dtype: torch.dtype = torch.float32
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    _arguments: dict[tuple[int, int], list[BlockArguments]] = field(default_factory=dict)
+
+    @property
+    def family(self) -> Family:
+        return self.layout.family
+
+    @property
+    def n_blocks(self) -> int:
+        return len(self.layout.blocks)
+
+    @property
+    def backbone(self) -> nn.Module:
+        return self.model.get_submodule(self.family.stem.removesuffix("."))
+
+    def block(self, index: int) -> nn.Module:
+        return self.model.get_submodule(self.layout.block_prefix(index).removesuffix("."))
+
+    # -- weights in and out ------------------------------------------------------------------------------------------
+
+    def load_block(self, index: int) -> nn.Module:
+        """Read block `index` from the source. Raises SutureError naming a tensor that holds NaN or inf."""
+        self._fill(self.layout.block_tensors(index))
+        return self.block(index)
+
+    def free_block(self, index: int) -> None:
+        for name in self.layout.block_tensors(index):
+            self._put(name, None)
+
+    def load_head(self) -> None:
+        """Final norm and head (the embedding when tied), and learned positions, which the forward adds on its way."""
+        self._fill(self._head_places())
+
+    def free_head(self) -> None:
+        for name in self._head_places():
+            self._put(name, None)
+
+    def _head_places(self) -> dict[str, Place]:
+        family = self.family
+        own = [f"{family.stem}{family.final_norm}.", f"{family.head}."]
+        if family.positions:
+            own.append(f"{family.stem}{family.positions}.")
+        return {name: place for name, place in self.layout.places.items() if name.startswith(tuple(own))}
+
+    def _fill(self, places: Mapping[str, Place]) -> None:
+        by_tensor: dict[str, list[tuple[str, Place]]] = {}
+        for name, place in places.items():
+            by_tensor.setdefault(place.tensor, []).append((name, place))
+        for tensor_name, users in by_tensor.items():
+            tensor = self.source.read(tensor_name)
+            for name, place in users:
+                self._put(name, finite(cut(tensor, place), tensor_name, self.source.source))
+
+    def _put(self, name: str, value: Tensor | None) -> None:
+        path, _, leaf = name.rpartition(".")
+        owner = self.model.get_submodule(path)
+        if value is None:
+            value = torch.empty_like(owner.get_parameter(leaf), device="meta")
+        else:
+            value = value.to(device=self.device, dtype=self.dtype)
+        owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+
+    # -- the forward in pieces ---------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def embed(self, ids: Tensor) -> Tensor:
+        """Hidden states [B, T, hidden] that reach block 0, for token ids [B, T] (int64)."""
+        return self._record(ids)[0][0]
+
+    def arguments(self, index: int, batch: int, length: int) -> BlockArguments:
+        """What block `index` is given besides hidden states [batch, length, hidden]; the same for all tokens."""
+        if (batch, length) not in self._arguments:
+            probe = torch.zeros(batch, length, dtype=torch.int64)
+            self._arguments[batch, length] = [arguments for _, arguments in self._record(probe)]
+        return self._arguments[batch, length][index]
+
+    @torch.no_grad()
+    def run_block(self, index: int, hidden: Tensor) -> Tensor:
+        """Output [B, T, hidden] of block `index`."""
+        given = self.arguments(index, hidden.shape[0], hidden.shape[1])
+        out = self.block(index)(hidden, *given.args, **given.kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+    @torch.no_grad()
+    def logits(self, hidden: Tensor, keep: Tensor) -> Tensor:
+        """Logits [B, len(keep), vocab] in float32 at positions `keep`; the head must be loaded."""
+        with self._blocks_replaced([_Injector(hidden, self.block(0))]):
+            out = self.model(inputs_embeds=hidden, use_cache=False, logits_to_keep=keep.to(self.device))
+        return out.logits.float()
+
+    def _record(self, ids: Tensor) -> list[tuple[Tensor, BlockArguments]]:
+        seen: list[tuple[Tensor, BlockArguments]] = []
+        blocks = [self.block(i) for i in range(self.n_blocks)]
+        recorders = [_Recorder(block, seen, last=i == len(blocks) - 1) for i, block in enumerate(blocks)]
+        with self._embeddings_of(ids) as small, self._blocks_replaced(recorders), contextlib.suppress(_Captured):
+            self.backbone(input_ids=small, use_cache=False)
+        if len(seen) != self.n_blocks:
+            raise SutureError(f"{self.source.source}: the forward reached {len(seen)} of {self.n_blocks} blocks")
+        return seen
+
+    @contextlib.contextmanager
+    def _embeddings_of(self, ids: Tensor) -> Iterator[Tensor]:
+        """Embeddings hold just the rows in use while inside; yields the ids renumbered to those rows."""
+        rows, small = torch.unique(ids, return_inverse=True)
+        name = f"{self.family.stem}{self.family.embedding}"
+        table = self.model.get_submodule(name)
+        vocabulary = self.source.shapes[self.layout.embedding][0]
+        if int(rows[-1]) >= vocabulary:
+            raise SutureError(f"token id {int(rows[-1])} is outside the model's vocabulary of {vocabulary}")
+        weight = self.source.read_rows(self.layout.embedding, rows.tolist())
+        finite(weight, self.layout.embedding, self.source.source)
+        padding = getattr(table, "padding_idx", None)
+        table.padding_idx = None
+        self._put(f"{name}.weight", weight)
+        positions = f"{self.family.stem}{self.family.positions}.weight"
+        if self.family.positions:
+            self._fill({positions: self.layout.places[positions]})
+        try:
+            yield small.to(self.device)
+        finally:
+            table.padding_idx = padding
+            table._parameters["weight"] = nn.Parameter(
+                torch.empty(vocabulary, weight.shape[1], dtype=self.dtype, device="meta"), requires_grad=False
+            )
+            if self.family.positions:
+                self._put(positions, None)
+
+    @contextlib.contextmanager
+    def _blocks_replaced(self, blocks: list[nn.Module]) -> Iterator[None]:
+        backbone = self.backbone
+        real = backbone._modules[self.family.blocks]
+        backbone._modules[self.family.blocks] = nn.ModuleList(blocks)
+        try:
+            yield
+        finally:
+            backbone._modules[self.family.blocks] = real
+
+
+def cut(tensor: Tensor, place: Place) -> Tensor:
+    """One expert's rows out of a fused tensor, or the tensor itself."""
+    if place.expert is None:
+        return tensor
+    part = tensor[place.expert]
+    return part if place.rows is None else part[place.rows[0] : place.rows[1]]
+
+
+def finite(tensor: Tensor, name: str, source: str) -> Tensor:
+    """The tensor, or SutureError when it holds NaN or inf."""
+    if tensor.is_floating_point():
+        bad = int((~torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor)).sum())
+        if bad:
+            raise SutureError(
+                f"{source}: {name} holds {bad} NaN or infinite values of {tensor.numel()}",
+                "the checkpoint is damaged: download it again, or find the step that wrote it",
+            )
+    return tensor
+
+
+def open_skeleton(
+    source: TensorSource, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Skeleton:
+    """Build the model of `source.config` on meta and match it with the tensors. Raises SutureError on a mismatch."""
+    text = {key: value for key, value in text_config(source.config).items() if key != "quantization_config"}
+    family = family_of(str(text["model_type"]))
+    hf_config = hf_text_config(text, source.source)
+    model = meta_model(hf_config, family, torch.device(device))
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
+    tied = bool(getattr(hf_config, "tie_word_embeddings", False))
+    n_blocks = len(model.get_submodule(f"{family.stem}{family.blocks}"))  # type: ignore[arg-type]
+    layout = resolve_layout(family, source.source, source.shapes, shapes, tied, n_blocks)
+    if layout.head_duplicate and not torch.equal(source.read(layout.head_duplicate), source.read(layout.embedding)):
+        raise SutureError(
+            f"{source.source}: config.json ties the head to the embedding, but {layout.head_duplicate} holds other "
+            "values: loaders would disagree on which one counts",
+            'set "tie_word_embeddings": false in config.json if the stored head is meant',
+        )
+    return Skeleton(source, model, layout, hf_config, dtype, torch.device(device))
+
+
+def hf_text_config(text: Mapping[str, Any], source: str) -> Any:
+    """transformers' config object, which knows every spelling of RoPE's and others' settings."""
+    from transformers import AutoConfig
+
+    try:
+        config = AutoConfig.for_model(text["model_type"], **{k: v for k, v in text.items() if k != "model_type"})
+    except Exception as error:
+        raise SutureError(
+            f"{source}: transformers refuses config.json: {error}", "correct the config, or update transformers"
+        ) from error
+    if text["model_type"] == "deepseek_v3" and config.first_k_dense_replace < config.num_hidden_layers:
+        raise SutureError(
+            f"{source}: deepseek_v3 with expert layers (first_k_dense_replace {config.first_k_dense_replace} of "
+            f"{config.num_hidden_layers} layers) is not supported",
+            "only dense deepseek_v3 checkpoints are",
+        )
+    return config
+
+
+def meta_model(hf_config: Any, family: Family, device: torch.device) -> nn.Module:
+    """The transformers model with parameters on meta, buffers real, experts unfused, in eval mode."""
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
+        if family.experts is not None:
+            for name, module in list(model.named_modules()):
+                if name.endswith(f".{family.experts.module}"):
+                    model.set_submodule(name, UnfusedExperts.like(module))
+    for module in model.modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[key] = buffer.to(device)
+    return model.eval()

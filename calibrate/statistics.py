@@ -1,0 +1,47 @@
+"""Streaming statistics of a linear layer's inputs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_PANEL = 256  # columns per panel of the symmetric product: only the upper panels are computed
+
+
+@dataclass
+class SecondMoment:
+    """H = (1/n) sum over tokens of x xᵀ, [in, in]; GPTQ's Hessian up to a factor that it does not feel.
+
+    Sequences are added one at a time, so the sum does not depend on how they were batched.
+    """
+
+    total: Tensor  # [in, in]: upper panels of sum x xᵀ
+    tokens: int = 0
+
+    @classmethod
+    def zeros(
+        cls, in_features: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> SecondMoment:
+        return cls(torch.zeros(in_features, in_features, dtype=dtype, device=device))
+
+    def add(self, x: Tensor) -> None:
+        """x: [batch, tokens, in] or [tokens, in]."""
+        sequences = x if x.dim() == 3 else x[None]
+        for sequence in sequences.to(self.total.dtype):
+            if sequence.shape[0] == 0:
+                continue
+            for start in range(0, sequence.shape[1], _PANEL):
+                left = sequence[:, start : start + _PANEL]
+                self.total[start : start + _PANEL, start:].addmm_(left.T, sequence[:, start:])
+            self.tokens += sequence.shape[0]
+
+    def merge(self, other: SecondMoment) -> SecondMoment:
+        """The statistic of both token sets."""
+        return SecondMoment(self.total + other.total, self.tokens + other.tokens)
+
+    def hessian(self) -> Tensor:
+        """H [in, in], symmetric; zeros when no token was seen."""
+        upper = self.total.triu()
+        return (upper + upper.triu(1).T) / max(self.tokens, 1)

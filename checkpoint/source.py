@@ -1,0 +1,36 @@
+"""What the rest of suture needs from a checkpoint: named dense tensors, read one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    import torch
+
+
+class TensorSource(Protocol):
+    """Dense tensors by disk name. A plain checkpoint is one; so is a quantized one seen through its decoder."""
+
+    @property
+    def source(self) -> str:
+        """What the user called it: a path, a hub id or `builtin:...`; for messages."""
+        ...
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The raw config.json."""
+        ...
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """Shape of every tensor by disk name."""
+        ...
+
+    def read(self, name: str) -> torch.Tensor:
+        """The whole tensor in its stored dtype (a quantized one: dequantized, in its scales' dtype)."""
+        ...
+
+    def read_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
+        """Rows of a 2-D tensor, without holding all of it where the storage allows."""
+        ...

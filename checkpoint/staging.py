@@ -1,0 +1,165 @@
+"""The directory in which an output is built, and the journal that makes a killed run resume.
+
+    OUT.partial/model/     what becomes OUT, by one rename, when everything in it is complete and verified
+    OUT.partial/work/      journal.jsonl, saved hidden states, the lock
+
+The journal's first line is the run's fingerprint: a run with another recipe, model or calibration text is refused. Each
+further line says that one unit of work is on disk. A line is written and synced only after the data it speaks of.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from .errors import SutureError
+from .writer import disk_errors
+
+
+class Staging:
+    """An output under construction. `open_staging` makes one; use as a context manager."""
+
+    def __init__(self, output: Path, lock: IO[str], done: list[dict[str, Any]]) -> None:
+        self.output = output
+        self.partial = partial_of(output)
+        self.model = self.partial / "model"
+        self.work = self.partial / "work"
+        self.done = done  # the journal's entries after the fingerprint, of earlier runs and of this one
+        self._lock = lock
+
+    def record(self, entry: Mapping[str, Any]) -> None:
+        """Append one entry to the journal; returns once it is on disk."""
+        with disk_errors(self.work), (self.work / "journal.jsonl").open("a") as file:
+            file.write(json.dumps(entry, sort_keys=True) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.done.append(dict(entry))
+
+    def find(self, **keys: Any) -> dict[str, Any] | None:
+        """The journal's last entry whose fields equal `keys`."""
+        matching = [entry for entry in self.done if all(entry.get(k) == v for k, v in keys.items())]
+        return matching[-1] if matching else None
+
+    def commit(self) -> None:
+        """Give the output its final name, replacing an older output as a whole, and remove what was staged."""
+        with disk_errors(self.output):
+            sync_tree(self.model)
+            old = self.output.with_name(self.output.name + ".old")
+            if self.output.exists():
+                shutil.rmtree(old, ignore_errors=True)
+                self.output.rename(old)
+            self.model.rename(self.output)
+            sync_directory(self.output.parent)
+            shutil.rmtree(old, ignore_errors=True)
+            shutil.rmtree(self.partial, ignore_errors=True)
+
+    def __enter__(self) -> Staging:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.close()
+
+
+def partial_of(output: Path) -> Path:
+    return output.with_name(output.name + ".partial")
+
+
+def check_output(output: Path, source: Path, overwrite: bool, resume: bool) -> None:
+    """Refuse an output that is, holds or lies in the input, or that exists. Touches nothing."""
+    target, origin = output.resolve(), source.resolve()
+    if target == origin or (output.exists() and os.path.samefile(output, source)):
+        raise SutureError(f"output: {output} is the input itself", "choose another directory")
+    if origin in target.parents or target in origin.parents:
+        raise SutureError(f"output: {output} and the input {source} lie inside one another", "choose another directory")
+    if output.exists() and not output.is_dir():
+        raise SutureError(f"output: {output} is a file", "choose a directory")
+    if output.exists() and any(output.iterdir()) and not overwrite:
+        advice = "it is finished: nothing to resume" if resume and (output / "suture.json").exists() else "choose another"
+        raise SutureError(f"output: {output} is not empty ({advice})", "--overwrite replaces it as a whole")
+    if partial_of(output).exists() and not overwrite and not resume:
+        raise SutureError(
+            f"output: {partial_of(output)} holds an unfinished run",
+            "--resume goes on with it, --overwrite starts again",
+        )
+
+
+def open_staging(output: Path, fingerprint: Mapping[str, str], overwrite: bool, resume: bool) -> Staging:
+    """Create or reopen OUT.partial. Raises SutureError when the fingerprint differs, naming what changed."""
+    partial = partial_of(output)
+    with disk_errors(partial):
+        if overwrite and not resume:
+            shutil.rmtree(partial, ignore_errors=True)
+        (partial / "work").mkdir(parents=True, exist_ok=True)
+        (partial / "model").mkdir(exist_ok=True)
+        lock = (partial / "work" / "lock").open("w")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise SutureError(f"output: another run is writing to {partial}", "wait for it or stop it") from error
+    entries = read_journal(partial / "work" / "journal.jsonl")
+    if entries:
+        changed = sorted(key for key in {*fingerprint, *entries[0]} if fingerprint.get(key) != entries[0].get(key))
+        if changed:
+            lock.close()
+            raise SutureError(
+                f"output: {partial} was begun with another {', another '.join(changed)}: it cannot be resumed",
+                "use --overwrite to start again, or another output",
+            )
+    staging = Staging(output, lock, entries[1:])
+    if not entries:
+        staging.record(fingerprint)
+        staging.done.clear()
+    return staging
+
+
+def read_journal(path: Path) -> list[dict[str, Any]]:
+    """Entries of a journal; a last line that a power cut tore is cut off, also on disk."""
+    if not path.exists():
+        return []
+    raw = path.read_bytes()
+    whole = raw[: raw.rfind(b"\n") + 1]
+    if len(whole) != len(raw):
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+            os.fsync(file.fileno())
+    try:
+        return [json.loads(line) for line in whole.splitlines()]
+    except ValueError as error:
+        raise SutureError(f"{path}: damaged journal", "start again with --overwrite") from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file so that its name never holds half of it."""
+    temporary = path.with_name(path.name + ".tmp")
+    with disk_errors(path):
+        with temporary.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+
+
+def sync_directory(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def sync_tree(path: Path) -> None:
+    """fsync every file of a directory, then the directory."""
+    for file in sorted(path.rglob("*")):
+        if file.is_file():
+            fd = os.open(file, os.O_RDONLY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+    sync_directory(path)

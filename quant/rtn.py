@@ -1,0 +1,32 @@
+"""Round to nearest: the baseline, and what a layer without data gets.
+
+Each weight becomes the nearest point of its group's grid (`grid.py`).
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .grid import Grid, Search, find_grid
+from .scheme import Quantized, Scheme, quantize_to_grid
+
+
+def rtn(
+    weight: Tensor,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    importance: Tensor | None = None,
+    search: Search | None = None,
+) -> Quantized:
+    """Quantize weight [out, in]; scales are stored as `dtype`. `importance` [in] weighs the range search."""
+    return round_to_grid(weight, find_grid(weight, scheme, dtype, importance, search))
+
+
+def round_to_grid(weight: Tensor, grid: Grid) -> Quantized:
+    """Nearest codes on a given grid."""
+    out_features, in_features = weight.shape
+    groups = grid.scale.shape[1]
+    w = weight.float().view(out_features, groups, in_features // groups)
+    codes = quantize_to_grid(w, grid.scale[..., None], grid.zero[..., None], grid.scheme.levels)
+    return grid.quantized(codes.view(out_features, in_features))

@@ -1,0 +1,112 @@
+"""Which linear layers a step is for.
+
+A pattern is `all-linear`, a layer's name or the end of it by whole components (`down_proj`, `mlp.down_proj`), a glob
+(`model.layers.0.*`), or `re:` and a regular expression for the whole name. Every pattern must match something: a pattern
+that matches nothing is a typo.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..checkpoint.errors import SutureError, did_you_mean
+from ..checkpoint.layout import Linear, ModelLayout
+
+ALL = "all-linear"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Layers to change, and why the others stay as they are."""
+
+    chosen: tuple[Linear, ...]
+    skipped: dict[str, str]  # name -> reason
+
+    @property
+    def names(self) -> frozenset[str]:
+        return frozenset(linear.name for linear in self.chosen)
+
+
+def select(layout: ModelLayout, targets: Sequence[str], ignore: Sequence[str]) -> Selection:
+    """Resolve patterns against a model's linear layers. Raises SutureError when one, or all together, match nothing."""
+    head = (layout.head or "").removesuffix(".weight")
+    for pattern in targets:
+        if pattern != ALL and _matches(pattern, layout.family.head) or pattern == head:
+            raise SutureError(_head_refusal(layout, pattern), "remove it from targets")
+    wanted = _match_all(layout, targets, "targets")
+    unwanted = _match_all(layout, [p for p in ignore if not _is_head(layout, p)], "ignore")
+    kept = set() if any(pattern != ALL for pattern in targets) else _kept(layout)
+    skipped: dict[str, str] = {}
+    for linear in layout.linears:
+        if linear.name in unwanted:
+            skipped[linear.name] = "listed under ignore"
+        elif linear.name not in wanted:
+            skipped[linear.name] = "matches no target"
+        elif linear.name in kept:
+            skipped[linear.name] = f"kept by default: {layout.family.keep_reason}"
+    chosen = tuple(linear for linear in layout.linears if linear.name not in skipped)
+    if not chosen:
+        raise SutureError("targets: no layer is left to quantize", "loosen targets or ignore")
+    return Selection(chosen, skipped)
+
+
+def _kept(layout: ModelLayout) -> set[str]:
+    return {linear.name for linear in layout.linears if linear.role in layout.family.keep}
+
+
+def _is_head(layout: ModelLayout, pattern: str) -> bool:
+    names = {layout.family.head, layout.family.head_on_disk, (layout.head or "").removesuffix(".weight")}
+    return any(_matches(pattern, name) for name in names if name)
+
+
+def _head_refusal(layout: ModelLayout, pattern: str) -> str:
+    if layout.head is None:
+        return f"targets: '{pattern}' is the head, which this model ties to its embedding; quantizing it would damage both"
+    return f"targets: '{pattern}' is the head, which stays in full precision"
+
+
+def _match_all(layout: ModelLayout, patterns: Sequence[str], key: str) -> set[str]:
+    found: set[str] = set()
+    by_part = _fused_parts(layout)
+    parts_named: dict[str, set[str]] = {}
+    for pattern in patterns:
+        names = {linear.name for linear in layout.linears if pattern == ALL or _matches(pattern, linear.name)}
+        fused = by_part.get(pattern.rsplit(".", 1)[-1])
+        if not names and fused is not None:
+            parts_named.setdefault(fused, set()).add(pattern.rsplit(".", 1)[-1])
+            continue
+        if not names:
+            ends = {linear.name.rsplit(".", 1)[-1] for linear in layout.linears} | set(by_part)
+            raise SutureError(
+                f"{key}: '{pattern}' matches no linear layer{did_you_mean(pattern, ends)}",
+                f"this model has {', '.join(sorted({linear.name.rsplit('.', 1)[-1] for linear in layout.linears}))}",
+            )
+        found |= names
+    for role, named in parts_named.items():
+        absent = sorted(part for part, owner in by_part.items() if owner == role and part not in named)
+        if absent:
+            raise SutureError(
+                f"{key}: {', '.join(sorted(named))} lie in one matrix, {role}, together with {', '.join(absent)}",
+                f"name all of them or {role.rsplit('.', 1)[-1]}: a matrix has one format",
+            )
+        found |= {linear.name for linear in layout.linears if linear.role == role}
+    return found
+
+
+def _fused_parts(layout: ModelLayout) -> dict[str, str]:
+    """`q_proj` -> `self_attn.qkv_proj` for families that store several projections in one matrix."""
+    return {f"{part}_proj": fused.linear for fused in layout.family.fused for part in fused.parts}
+
+
+def _matches(pattern: str, name: str) -> bool:
+    if pattern.startswith("re:"):
+        try:
+            return re.fullmatch(pattern.removeprefix("re:"), name) is not None
+        except re.error as error:
+            raise SutureError(f"'{pattern}' is not a regular expression: {error}", "correct the pattern") from error
+    if any(letter in pattern for letter in "*?["):
+        return fnmatch.fnmatchcase(name, pattern)
+    return name == pattern or name.endswith("." + pattern)
