@@ -139,6 +139,11 @@ class Checkpoint:
         return {name: info.shape for name, info in self.tensors.items()}
 
     @property
+    def dtypes(self) -> dict[str, str]:
+        """safetensors dtype code of every tensor by name."""
+        return {name: info.dtype for name, info in self.tensors.items()}
+
+    @property
     def nbytes(self) -> int:
         """Bytes of all tensors together."""
         return sum(info.nbytes for info in self.tensors.values())

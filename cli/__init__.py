@@ -1,1 +1,1 @@
-"""cli"""
+"""The command line: parsing and printing."""

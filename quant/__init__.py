@@ -1,1 +1,1 @@
-"""quant"""
+"""Quantization: schemes and grids, RTN, GPTQ, packing, and the formats on disk."""

@@ -1,1 +1,1 @@
-"""surgery"""
+"""Exact and approximate operations on a model's structure. Now: `untie`."""

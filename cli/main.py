@@ -1,0 +1,235 @@
+"""The command `suture`. Each command parses, calls one function and prints its result; heavy imports wait until then."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="Operate on Hugging Face LLM checkpoints; every tensor accounted for, every number with its error bar.",
+)
+
+Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+Json = Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output as a whole.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
+Download = Annotated[bool, typer.Option("--download", help="Allow the network for a hub id that is not cached.")]
+
+
+@app.command()
+def run(
+    recipe: Annotated[Path, typer.Argument(help="YAML file")],
+    output: Annotated[Path | None, typer.Option(help="Directory to write, instead of the recipe's.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key.")] = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    device: Device = "auto",
+) -> None:
+    """Run a recipe: read, change, write, verify, report."""
+    with _messages():
+        from ..pipeline.recipe import load_recipe
+
+        _run(load_recipe(recipe, _overrides(set_, output)), device, overwrite, resume)
+
+
+@app.command()
+def plan(
+    recipe: Annotated[Path, typer.Argument(help="YAML file")],
+    output: Annotated[Path | None, typer.Option(help="Directory to write, instead of the recipe's.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key.")] = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Say what a recipe will do, with sizes, memory, time and refusals; do nothing."""
+    with _messages():
+        from ..pipeline.plan import describe, make_plan
+        from ..pipeline.recipe import load_recipe
+        from .tables import print_plan
+
+        loaded = load_recipe(recipe, _overrides(set_, output))
+        _show(describe(make_plan(loaded, device, overwrite=True)), as_json, print_plan)
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="directory, hub id, or builtin:tiny")],
+    output: Annotated[Path, typer.Argument(help="directory to write")],
+    method: Annotated[str, typer.Option(help="gptq or rtn")] = "gptq",
+    bits: Annotated[int, typer.Option(help="2..8")] = 4,
+    group_size: Annotated[int, typer.Option(help="inputs per scale; -1: one scale per channel")] = 128,
+    asymmetric: Annotated[bool, typer.Option("--asymmetric", help="With zero points.")] = False,
+    targets: Annotated[list[str] | None, typer.Option(help="Layers to quantize; may be given again.")] = None,
+    ignore: Annotated[list[str] | None, typer.Option(help="Layers to leave; may be given again.")] = None,
+    calibration: Annotated[str | None, typer.Option(help="Text for gptq: builtin:novels, or a file.")] = None,
+    samples: Annotated[int, typer.Option(help="calibration sequences")] = 128,
+    length: Annotated[int, typer.Option(help="tokens per calibration sequence")] = 512,
+    seed: Annotated[int, typer.Option(help="which pieces of the calibration text are taken")] = 0,
+    report: Annotated[str | None, typer.Option(help="Held-out text to score base and output on.")] = None,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    device: Device = "auto",
+    download: Download = False,
+) -> None:
+    """Quantize a model in one step."""
+    with _messages():
+        from ..pipeline.recipe import make_recipe
+
+        settings: dict[str, Any] = {"bits": bits, "group_size": group_size, "symmetric": not asymmetric}
+        settings |= {key: value for key, value in (("targets", targets), ("ignore", ignore)) if value}
+        content: dict[str, Any] = {"model": model, "output": str(output), "steps": [{method: settings}]}
+        content["download"] = download
+        if calibration is not None:
+            content["calibration"] = {"data": calibration, "samples": samples, "length": length, "seed": seed}
+        if report is not None:
+            content["report"] = {"data": report}
+        _run(make_recipe(content, "suture quantize"), device, overwrite, resume)
+
+
+@app.command()
+def report(
+    base: Annotated[str, typer.Argument(help="the model to compare with")],
+    candidates: Annotated[list[str], typer.Argument(help="one or more models to score against it")],
+    data: Annotated[str, typer.Option(help="held-out text: builtin:holmes, a file, hf:NAME:SPLIT")],
+    output: Annotated[Path | None, typer.Option(help="directory for report.json and report.md")] = None,
+    protocol: Annotated[str, typer.Option(help="doc-rolling or gptq-2048")] = "doc-rolling",
+    window: Annotated[int | None, typer.Option(help="tokens per window")] = None,
+    max_windows: Annotated[int | None, typer.Option(help="score only so many windows")] = None,
+    split: Annotated[str | None, typer.Option(help="regular expression that begins a document")] = None,
+    column: Annotated[str | None, typer.Option(help="column of the text")] = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Score models against a base on identical tokens, with paired intervals."""
+    with _messages():
+        from ..pipeline.api import compare
+        from .console import TerminalProgress
+
+        settings = {"protocol": protocol, "window": window, "max_windows": max_windows, "split": split}
+        for number, candidate in enumerate(candidates):
+            target = output if output is None or len(candidates) == 1 else output / f"{number + 1}-{Path(candidate).name}"
+            compared = compare(
+                base,
+                candidate,
+                data,
+                output=target,
+                device=device,
+                progress=TerminalProgress(),
+                column=column,
+                **settings,
+            )
+            print(json.dumps(compared.content, indent=1) if as_json else compared.to_markdown())
+
+
+@app.command()
+def inspect(
+    model: Annotated[str, typer.Argument(help="directory, hub id, or builtin:tiny")],
+    as_json: Json = False,
+    download: Download = False,
+) -> None:
+    """Say what a model is: family, parameters by part, bytes, cache and arithmetic per token."""
+    with _messages():
+        from ..pipeline.inspect import inspect_model
+        from .tables import print_inspection
+
+        _show(inspect_model(model, download), as_json, print_inspection)
+
+
+@app.command()
+def check(
+    directory: Annotated[Path, typer.Argument(help="a directory that suture wrote")],
+    no_load: Annotated[bool, typer.Option("--no-load", help="Compare files and tensors only.")] = False,
+) -> None:
+    """Verify an output: hashes, tensors, and that stock transformers loads it."""
+    with _messages():
+        from ..pipeline.check import check as check_output
+
+        result = check_output(directory, load=not no_load)
+        loaded = ", loads in stock transformers" if result["loaded"] else ""
+        print(f"{directory}: {result['files']} files and {result['tensors']} tensors as recorded{loaded}")
+
+
+def version(value: bool) -> None:
+    if value:
+        from importlib.metadata import version as installed
+
+        print(f"suture {installed('suture')}")
+        raise typer.Exit
+
+
+@app.callback()
+def root(
+    show: Annotated[bool, typer.Option("--version", callback=version, is_eager=True, help="Print it.")] = False,
+) -> None:
+    """Keeps `--version` beside the commands."""
+
+
+def _run(recipe: Any, device: str, overwrite: bool, resume: bool) -> None:
+    from ..pipeline.run import run as run_recipe
+    from .console import TerminalProgress
+    from .tables import print_run
+
+    finished = run_recipe(recipe, device=device, overwrite=overwrite, resume=resume, progress=TerminalProgress())
+    print_run(finished)
+    if finished.fallbacks:
+        raise typer.Exit(3)
+
+
+def _overrides(pairs: list[str] | None, output: Path | None) -> dict[str, str]:
+    from ..checkpoint.errors import SutureError
+
+    overrides: dict[str, str] = {}
+    for pair in pairs or []:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise SutureError(f"--set {pair}: expected KEY=VALUE", "for example --set steps.0.gptq.bits=3")
+        overrides[key] = value
+    if output is not None:
+        overrides["output"] = json.dumps(str(output.absolute()))
+    return overrides
+
+
+def _show(content: dict[str, Any], as_json: bool, printer: Callable[[dict[str, Any]], None]) -> None:
+    if as_json:
+        print(json.dumps(content, indent=1))
+    else:
+        printer(content)
+
+
+@contextmanager
+def _messages() -> Iterator[None]:
+    """Users' mistakes end in one sentence and exit code 1; an interrupt says how to go on."""
+    from ..checkpoint.errors import SutureError
+
+    _quiet_libraries()
+    try:
+        yield
+    except SutureError as error:
+        print(f"suture: {error}", file=sys.stderr)
+        raise typer.Exit(1) from None
+    except KeyboardInterrupt:
+        print("suture: interrupted; --resume goes on with what is done", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+def _quiet_libraries() -> None:
+    """Progress bars and advice of libraries would drown what suture says."""
+    import os
+
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    app()

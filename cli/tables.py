@@ -1,0 +1,118 @@
+"""Results as tables for the terminal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.table import Table
+
+if TYPE_CHECKING:
+    from ..pipeline.run import Run
+
+_WIDTH = 100  # of tables that go to a file or a pipe
+
+
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_WIDTH)
+
+
+def _pairs(title: str, rows: list[tuple[str, str]]) -> None:
+    table = Table(title=title, show_header=False, title_justify="left")
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    _console().print(table)
+
+
+def print_plan(plan: dict[str, Any]) -> None:
+    rows = [("model", f"{plan['model']} ({plan['family']}, {plan['blocks']} blocks)")]
+    for step in plan["steps"]:
+        settings = ", ".join(f"{key} {value}" for key, value in step["settings"].items())
+        counts = f"{step['changed']} tensors changed, {step['copied']} copied, {step['dropped']} dropped"
+        rows.append((step["step"], f"{settings}\n{counts}"))
+    if plan["calibration"]:
+        text = plan["calibration"]
+        rows.append(("calibration", f"{text['samples']} × {text['length']} tokens of {text['source']}"))
+    if plan["evaluation"]:
+        text = plan["evaluation"]
+        rows.append(("report", f"{text['id']}, window {text['window']}, {text['n_scored']:,} tokens of {text['data']}"))
+    rows += [
+        ("weights", f"{megabytes(plan['bytes_in'])} → {megabytes(plan['bytes_out'])}"),
+        ("peak memory", f"about {megabytes(plan['peak_memory'])}"),
+        ("disk", megabytes(plan["disk"])),
+        ("time", f"about {plan['seconds']:.0f} s on {plan['device']}, verification and report not counted"),
+        ("output", plan["output"]),
+    ]
+    _pairs("plan", rows)
+    _warn(plan["warnings"])
+
+
+def print_run(run: Run) -> None:
+    """The closing table of a run: the figure with its interval, sizes, what was verified."""
+    verification = run.manifest["verification"]
+    if run.report is not None:
+        table = Table(title="perplexity on identical held-out tokens", title_justify="left")
+        for heading in ("", "base", "quantized" if run.manifest["modules"] else "output", "ratio"):
+            table.add_column(heading, no_wrap=True)
+        compared = run.report.perplexity
+        row = [interval(x.ppl, x.low, x.high, 2) for x in (compared.base, compared.new)]
+        table.add_row("per token", *row, interval(compared.ratio, compared.low, compared.high, 4))
+        protocol = run.report.content["protocol"]
+        table.caption = (
+            f"{protocol['id']}, window {protocol['window']}, {compared.log.n_values:,} tokens, {compared.log.n_clusters} "
+            f"{compared.log.cluster}s, paired {100 * compared.log.level:g} % interval"
+        )
+        _console().print(table)
+    modules = run.manifest["modules"]
+    rows = [
+        ("weights", f"{megabytes(run.plan.checkpoint.nbytes)} → {megabytes(run.plan.steps[-1].shards.nbytes)}"),
+        ("layers", f"{len(modules)} quantized, {len(run.manifest['skipped_layers'])} left, {len(run.fallbacks)} fallbacks"),
+        ("time", ", ".join(f"{part} {seconds:.1f} s" for part, seconds in run.seconds.items())),
+        ("output", str(run.output)),
+        (
+            "verified",
+            f"reloaded by transformers as {verification['loaded_as']}, {verification['blocks']} of "
+            f"{verification['of_blocks']} blocks; logits differ by at most {verification['max_difference']}",
+        ),
+    ]
+    _pairs("run", rows)
+    _warn(run.plan.warnings)
+    _warn([f"fallback: {name}: {reason}" for name, reason in run.fallbacks.items()])
+
+
+def print_inspection(facts: dict[str, Any]) -> None:
+    parameters = facts["parameters"]
+    rows = [
+        ("model", f"{facts['model']} ({facts['family']})"),
+        ("shape", f"{facts['blocks']} blocks, hidden {facts['hidden_size']}, {facts['heads']} heads of {facts['head_dim']}"),
+        ("kv heads", str(facts["kv_heads"])),
+        ("vocabulary", f"{facts['vocabulary']:,}, head {'tied' if facts['tied_head'] else 'of its own'}"),
+        ("context", str(facts["context"])),
+        *((f"  {part}", f"{count:,}") for part, count in parameters.items() if count),
+        ("bytes", f"{facts['bytes']:,} ({', '.join(f'{k} {megabytes(v)}' for k, v in facts['dtypes'].items())})"),
+        ("KV cache", f"{facts['kv_cache_bytes_per_token']:,} bytes per token at {facts['kv_cache_dtype']}"),
+        ("FLOPs", f"{facts['flops_per_token']:,} per token ({facts['flops_note']})"),
+        ("quantization", str(facts["quantization"] or "none")),
+    ]
+    if facts["history"]:
+        rows.append(("history", " → ".join(str(steps) for steps in facts["history"])))
+    _pairs("model", rows)
+    _warn(facts["notes"])
+
+
+def _warn(warnings: Any) -> None:
+    console = _console()
+    for warning in warnings:
+        console.print(f"note: {warning}", markup=False)
+
+
+def megabytes(count: int) -> str:
+    return f"{count / 1e6:,.1f} MB"
+
+
+def interval(value: float, low: float | None, high: float | None, digits: int) -> str:
+    bounds = "(no interval)" if low is None or high is None else f"[{low:.{digits}f}, {high:.{digits}f}]"
+    return f"{value:.{digits}f} {bounds}"

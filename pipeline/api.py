@@ -1,0 +1,114 @@
+"""The three calls that notebooks and scripts need."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ..checkpoint.reader import open_checkpoint
+from ..quant.decode import dense_view
+from ..report.document import Report, make_report, write_report
+from ..report.score import score
+from .plan import choose_device
+from .progress import Progress, Silent
+from .recipe import Recipe, ReportSettings, load_recipe, make_recipe
+from .run import Run
+from .run import run as _run
+from .texts import evaluation_text, text_model
+
+
+def run(recipe: str | Path | Recipe | Mapping[str, Any], **options: Any) -> Run:
+    """Run a recipe: a YAML file, a `Recipe`, or its content as a mapping.
+
+    Options: device ("auto"), overwrite, resume, progress. Raises SutureError; then nothing is under the output's name.
+    """
+    if isinstance(recipe, str | Path):
+        recipe = load_recipe(Path(recipe))
+    elif not isinstance(recipe, Recipe):
+        recipe = make_recipe(recipe)
+    return _run(recipe, **options)
+
+
+def quantize(
+    model: str,
+    output: str | Path,
+    method: str = "gptq",
+    *,
+    calibration: str | Mapping[str, Any] | None = None,
+    report: str | Mapping[str, Any] | None = None,
+    device: str = "auto",
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Run:
+    """Quantize a model in one step. `settings` are the step's keys (bits, group_size, ...).
+
+    `calibration` and `report` are text (`builtin:novels`, a file) or a mapping of their recipe keys; there is no hidden
+    default, so a method that needs text says so.
+    """
+    content: dict[str, Any] = {"model": str(model), "steps": [{method: settings}], "output": str(output)}
+    for key, text in (("calibration", calibration), ("report", report)):
+        if text is not None:
+            content[key] = dict(text) if isinstance(text, Mapping) else {"data": text}
+    return _run(make_recipe(content), device=device, overwrite=overwrite, resume=resume, progress=progress)
+
+
+def compare(
+    base: str | Path,
+    candidate: str | Path,
+    data: str,
+    *,
+    output: str | Path | None = None,
+    device: str = "auto",
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Report:
+    """Score two checkpoints on identical tokens. `settings` are the keys of a recipe's `report`.
+
+    The base's tokenizer is used for both; models of different vocabularies are refused. With `output`, the report's
+    files are written there.
+    """
+    progress = progress or Silent()
+    wanted = make_recipe(
+        {"model": str(base), "steps": [{"rtn": {}}], "output": "unused", "report": {"data": data, **settings}}, "report"
+    ).report
+    assert isinstance(wanted, ReportSettings)
+    checkpoints = {"base": open_checkpoint(base), "candidate": open_checkpoint(candidate)}
+    from ..calibrate.skeleton import open_skeleton
+
+    skeletons = {
+        name: open_skeleton(dense_view(checkpoint), device=choose_device(device))
+        for name, checkpoint in checkpoints.items()
+    }
+    rows = {name: s.source.shapes[s.layout.embedding][0] for name, s in skeletons.items()}
+    if rows["base"] != rows["candidate"]:
+        from ..checkpoint.errors import SutureError
+
+        raise SutureError(
+            f"{base} has a vocabulary of {rows['base']}, {candidate} of {rows['candidate']}: their tokens are not the same",
+            "compare models with one tokenizer",
+        )
+    config = skeletons["base"].hf_config
+    text = text_model(checkpoints["base"], rows["base"], getattr(config, "max_position_embeddings", None))
+    evaluation = evaluation_text(wanted, text)
+    nll = {
+        name: score(skeleton, evaluation.windows, progress.track, f"score {name}")
+        for name, skeleton in skeletons.items()
+    }
+    report = make_report(
+        base=checkpoints["base"],
+        candidate=checkpoints["candidate"],
+        windows=evaluation.windows,
+        nll=nll,
+        protocol=evaluation.describe() | {"dtype": "float32"},
+        level=wanted.level,
+        warnings=(),
+        modules={},
+        steps=[("compare", {"candidate": checkpoints["candidate"].source})],
+    )
+    if output is not None:
+        Path(output).mkdir(parents=True, exist_ok=True)
+        write_report(report, Path(output))
+    return report

@@ -1,0 +1,311 @@
+"""What a recipe will do, found out before any of it is done: refusals, shapes, sizes, memory, time.
+
+Everything that can be known from names, shapes, text and the machine is checked here; `preflight` then takes the first
+block through rounding, packing, writing and reloading.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from pydantic import BaseModel
+
+from ..calibrate.skeleton import Skeleton, open_skeleton
+from ..checkpoint.errors import SutureError
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.source import PlannedSource, TensorSource
+from ..checkpoint.staging import check_output, partial_of
+from ..checkpoint.writer import ShardPlan, plan_shards
+from .recipe import Recipe
+from .step import Prepared, StepKind
+from .steps import STEPS
+from .texts import Calibration, Evaluation, TextModel, calibration_text, evaluation_text, leakage, text_model
+
+_PROCESS_BYTES = 450 << 20  # Python, torch and transformers themselves
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    name: str
+    settings: BaseModel
+    kind: StepKind
+    prepared: Prepared
+    shards: ShardPlan
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Predicted needs. Bytes and seconds; seconds are for the steps' arithmetic, reports not counted."""
+
+    peak_memory: int
+    disk: int
+    seconds: float
+    paused: bool  # a block's forward can wait at its stages within the memory at hand
+    available_memory: int
+    available_disk: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    recipe: Recipe
+    checkpoint: Checkpoint
+    skeleton: Skeleton  # of the input, for shapes
+    steps: tuple[PlannedStep, ...]
+    text: TextModel
+    calibration: Calibration | None
+    evaluation: Evaluation | None
+    device: torch.device
+    batch: int
+    estimate: Estimate
+    warnings: tuple[str, ...]
+
+    @property
+    def output(self) -> Path:
+        return Path(self.recipe.output)
+
+
+def make_plan(
+    recipe: Recipe, device: str = "auto", overwrite: bool = False, resume: bool = False, must_be_free: bool = True
+) -> Plan:
+    """Raises SutureError for everything that can be refused now. Reads no weights, writes nothing."""
+    resolved = recipe.resolved_steps()
+    _check_order([name for name, _ in resolved])
+    needy = [name for name, _ in resolved if STEPS[name].needs_text]
+    if needy and recipe.calibration is None:
+        raise SutureError(f"calibration: missing, but {needy[0]} needs text", "add calibration: {data: builtin:novels}")
+    checkpoint = open_checkpoint(recipe.model, download=recipe.download, revision=recipe.revision)
+    if must_be_free:
+        check_output(Path(recipe.output), checkpoint.path, overwrite, resume)
+    if checkpoint.quantization is not None:
+        method = checkpoint.quantization.get("quant_method")
+        raise SutureError(f"{recipe.model}: already quantized ({method})", "give the unquantized checkpoint")
+    skeleton = open_skeleton(checkpoint)
+    steps = _plan_steps(recipe, checkpoint, resolved)
+    max_positions = getattr(skeleton.hf_config, "max_position_embeddings", None)
+    text = text_model(checkpoint, checkpoint.shapes[skeleton.layout.embedding][0], max_positions)
+    calibration = calibration_text(recipe.calibration, text) if recipe.calibration and needy else None
+    evaluation = evaluation_text(recipe.report, text) if recipe.report else None
+    chosen = choose_device(device)
+    batch = max(1, 2048 // calibration.blocks.ids.shape[1]) if calibration else 1
+    estimate = _estimate(recipe, checkpoint, skeleton, steps, calibration, batch)
+    warnings = [*checkpoint.notes, *(note for step in steps for note in step.prepared.notes)]
+    warnings += _warnings(recipe, skeleton, steps, calibration, evaluation, needy, estimate)
+    return Plan(
+        recipe=recipe,
+        checkpoint=checkpoint,
+        skeleton=skeleton,
+        steps=steps,
+        text=text,
+        calibration=calibration,
+        evaluation=evaluation,
+        device=chosen,
+        batch=batch,
+        estimate=estimate,
+        warnings=tuple(dict.fromkeys(warnings)),
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """auto: CUDA when it is there. Raises SutureError when CUDA is asked for and is not."""
+    if name not in ("auto", "cpu", "cuda"):
+        raise SutureError(f"--device {name}: expected auto, cpu or cuda")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SutureError("--device cuda: torch sees no CUDA device", "use --device auto")
+    return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _check_order(names: list[str]) -> None:
+    for i, name in enumerate(names[:-1]):
+        if STEPS[name].rounds:
+            raise SutureError(
+                f"steps[{i + 1}].{names[i + 1]}: comes after {name}, whose output is quantized",
+                f"put {name} last: what follows would need full precision",
+            )
+
+
+def _plan_steps(
+    recipe: Recipe, checkpoint: Checkpoint, resolved: list[tuple[str, BaseModel]]
+) -> tuple[PlannedStep, ...]:
+    source: TensorSource = checkpoint
+    steps: list[PlannedStep] = []
+    for name, settings in resolved:
+        kind = STEPS[name]
+        prepared = kind.prepare(source, settings)
+        steps.append(PlannedStep(name, settings, kind, prepared, plan_shards(prepared.specs, recipe.max_shard_size)))
+        source = PlannedSource(
+            f"{checkpoint.source} after {name}",
+            prepared.config,
+            {spec.name: spec.shape for spec in prepared.specs},
+            {spec.name: spec.dtype for spec in prepared.specs},
+        )
+    return tuple(steps)
+
+
+def _warnings(
+    recipe: Recipe,
+    skeleton: Skeleton,
+    steps: tuple[PlannedStep, ...],
+    calibration: Calibration | None,
+    evaluation: Evaluation | None,
+    needy: list[str],
+    estimate: Estimate,
+) -> list[str]:
+    warnings: list[str] = []
+    if recipe.calibration is not None and not needy:
+        warnings.append("calibration: no step of this recipe uses it")
+    if calibration is not None:
+        warnings += calibration.blocks.notes
+        widest = max(linear.in_features for linear in skeleton.layout.linears)
+        tokens = calibration.blocks.ids.size
+        if tokens < widest:
+            warnings.append(f"{tokens} calibration tokens cannot determine layers of {widest} inputs; give more text")
+    warnings += leakage(calibration, evaluation)
+    if estimate.peak_memory > estimate.available_memory:
+        warnings.append(
+            f"the run may need {estimate.peak_memory / 1e9:.1f} GB of memory; {estimate.available_memory / 1e9:.1f} are free"
+        )
+    return warnings
+
+
+def _estimate(
+    recipe: Recipe,
+    checkpoint: Checkpoint,
+    skeleton: Skeleton,
+    steps: tuple[PlannedStep, ...],
+    calibration: Calibration | None,
+    batch: int,
+) -> Estimate:
+    available = psutil.virtual_memory().available
+    output = Path(recipe.output)
+    where = next(parent for parent in [output, *output.resolve().parents] if parent.exists())
+    shapes = checkpoint.shapes
+    layout = skeleton.layout
+    block = max(
+        sum(_numel(shapes[place.tensor]) for place in layout.block_tensors(i).values()) for i in range(skeleton.n_blocks)
+    )
+    head = 4 * _numel(shapes[layout.embedding])
+    largest = max((_numel(shape) for shape in shapes.values()), default=0)
+    resident = 4 * block + max(2 * largest, head)
+    tokens = calibration.blocks.ids.size if calibration else 0
+    width = int(skeleton.hf_config.hidden_size)
+    hidden = 4 * tokens * width
+    inputs = max(linear.in_features for linear in layout.linears)
+    waiting = 4 * tokens * (3 * width + max(inputs, 4 * width)) if tokens else 0
+    hessian = 4 * 4 * inputs * inputs if tokens else 0
+    paused = waiting < available // 3
+    if not paused:
+        waiting = waiting * batch // max(1, tokens // (calibration.blocks.ids.shape[1] if calibration else 1))
+    disk = sum(step.shards.nbytes for step in steps) + (2 * hidden if tokens else 0)
+    free = shutil.disk_usage(where).free + _reclaimable(output)
+    if disk > free:
+        raise SutureError(
+            f"output: {disk / 1e9:.2f} GB are needed under {where}, {free / 1e9:.2f} GB are free",
+            "free some space or choose another disk",
+        )
+    linear_flops = 2 * sum(linear.numel for linear in layout.linears)
+    statistic_flops = 2 * sum(
+        group[0].in_features ** 2 // 2 for groups in layout.blocks for group in groups
+    )
+    rounding_flops = 2 * sum(2 * linear.numel * linear.in_features for linear in layout.linears) if tokens else 0
+    flops = tokens * (linear_flops + statistic_flops) + rounding_flops
+    seconds = flops / _measured_flops() + sum(step.shards.nbytes for step in steps) / 500e6
+    return Estimate(
+        peak_memory=_PROCESS_BYTES + resident + hidden + waiting + hessian,
+        disk=disk,
+        seconds=seconds,
+        paused=paused,
+        available_memory=available,
+        available_disk=free,
+    )
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    product = 1
+    for size in shape:
+        product *= size
+    return product
+
+
+def _reclaimable(output: Path) -> int:
+    """Bytes that an unfinished run already holds in its place."""
+    partial = partial_of(output)
+    return sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()) if partial.exists() else 0
+
+
+def _measured_flops() -> float:
+    """Multiply-adds per second, twice, of a product of ordinary size on this machine."""
+    a, b = torch.ones(1024, 1024), torch.ones(1024, 1024)
+    a @ b
+    start = time.perf_counter()
+    for _ in range(3):
+        a @ b
+    return 3 * 2 * 1024**3 / max(time.perf_counter() - start, 1e-6)
+
+
+def probe_ids(plan: Plan) -> torch.Tensor:
+    """Token ids [B, T] whose logits verification compares: real text when the recipe has some, else spread over the
+    vocabulary."""
+    length = min(128, plan.text.max_positions or 128)
+    if plan.calibration is not None:
+        return torch.from_numpy(plan.calibration.blocks.ids[:2, :length].copy())
+    if plan.evaluation is not None:
+        longest = max(plan.evaluation.windows.ids, key=lambda ids: ids.size)
+        return torch.from_numpy(longest[:length].copy())[None]
+    generator = torch.Generator().manual_seed(0)
+    return torch.randint(0, plan.text.vocabulary, (2, length), generator=generator)
+
+
+def verify_blocks(plan: Plan) -> int:
+    """Blocks that verification reloads: all, or as many as fit in the memory at hand."""
+    n = plan.steps[-1].prepared.n_blocks
+    dense = 2 * 4 * sum(_numel(shape) for shape in plan.checkpoint.shapes.values())  # stored and float32 together
+    available = plan.estimate.available_memory * 0.6
+    if plan.recipe.verify == "full" or (plan.recipe.verify == "auto" and dense < available):
+        return n
+    outside = dense * _outside_blocks(plan)
+    per_block = (dense - outside) / n
+    return max(1, min(n, int((available - outside) / per_block)))
+
+
+def _outside_blocks(plan: Plan) -> float:
+    layout, shapes = plan.skeleton.layout, plan.checkpoint.shapes
+    inside = {p.tensor for i in range(len(layout.blocks)) for p in layout.block_tensors(i).values()}
+    total = sum(_numel(shape) for shape in shapes.values())
+    return 1 - sum(_numel(shapes[name]) for name in inside) / total
+
+
+def describe(plan: Plan) -> dict[str, Any]:
+    """The plan as plain data, for printing and `--json`."""
+    estimate = plan.estimate
+    return {
+        "model": plan.checkpoint.source,
+        "family": plan.skeleton.family.model_type,
+        "blocks": plan.skeleton.n_blocks,
+        "steps": [
+            {
+                "step": step.name,
+                "settings": step.settings.model_dump(),
+                "changed": sum(a.action == "changed" for a in step.prepared.accounts.values()),
+                "copied": sum(a.action == "copied" for a in step.prepared.accounts.values()),
+                "dropped": sum(a.action == "dropped" for a in step.prepared.accounts.values()),
+                "bytes": step.shards.nbytes,
+            }
+            for step in plan.steps
+        ],
+        "calibration": plan.calibration.describe() if plan.calibration else None,
+        "evaluation": plan.evaluation.describe() if plan.evaluation else None,
+        "bytes_in": plan.checkpoint.nbytes,
+        "bytes_out": plan.steps[-1].shards.nbytes,
+        "peak_memory": estimate.peak_memory,
+        "disk": estimate.disk,
+        "seconds": round(estimate.seconds, 1),
+        "device": str(plan.device),
+        "warnings": list(plan.warnings),
+        "output": plan.recipe.output,
+    }

@@ -1,0 +1,252 @@
+"""The recipe: one YAML file, one model. A key is a field; an unknown one is an error that names its line.
+
+The same `Recipe` is built from YAML, from command-line options and from Python keywords; `to_yaml` prints one that runs
+the same. Relative paths in a file are relative to the file.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from ..checkpoint.errors import SutureError, did_you_mean
+from .steps import STEPS
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class TextSettings(_Strict):
+    """Where text comes from."""
+
+    data: str = Field(min_length=1, description="builtin:NAME, a file (.txt .jsonl .parquet), hf:OWNER/NAME:SPLIT")
+    column: str | None = Field(None, description="column of the text; default: text, messages, content, input_ids")
+    split: str | None = Field(None, description="regular expression that begins a document in a plain text file")
+
+
+class CalibrationSettings(TextSettings):
+    """The text that data-driven steps see."""
+
+    samples: int = Field(128, ge=1, description="sequences")
+    length: int = Field(512, ge=2, description="tokens per sequence; packed, no padding")
+    seed: int = Field(0, ge=0, description="which pieces of the text are taken")
+    order: Literal["shuffled", "sequential"] = Field(
+        "shuffled", description="pieces from all documents, or the first tokens of the text as they come"
+    )
+
+
+class ReportSettings(TextSettings):
+    """Held-out text, and how it is scored."""
+
+    protocol: Literal["doc-rolling", "gptq-2048"] = Field("doc-rolling", description="how tokens are cut into windows")
+    window: int | None = Field(None, ge=2, description="tokens per window; default 2048, at most the model's context")
+    stride: int | None = Field(None, ge=1, description="tokens between windows (doc-rolling); default window / 2")
+    max_windows: int | None = Field(None, ge=1, description="score only so many windows")
+    max_tokens_per_document: int | None = Field(None, ge=2, description="score only the beginning of each document")
+    level: float = Field(0.95, gt=0.5, lt=1, description="confidence level of intervals")
+
+    @model_validator(mode="after")
+    def _only_what_the_protocol_uses(self) -> ReportSettings:
+        if self.protocol == "gptq-2048" and (self.stride or self.max_tokens_per_document):
+            raise ValueError("stride and max_tokens_per_document belong to doc-rolling; gptq-2048 has neither")
+        return self
+
+
+class Recipe(_Strict):
+    """What to do to which model, from reading to report."""
+
+    model: str = Field(min_length=1, description="directory, hub id, or builtin:tiny")
+    revision: str | None = Field(None, description="commit, branch or tag of a hub id")
+    download: bool = Field(False, description="allow the network for a hub id that is not in the cache")
+    calibration: CalibrationSettings | None = None
+    steps: list[dict[str, Any]] = Field(min_length=1, description="one entry per step: {name: {settings}}")
+    report: ReportSettings | None = None
+    output: str = Field(min_length=1, description="directory to write; must not exist")
+    max_shard_size: int = Field(5_000_000_000, ge=1_000, description="bytes per weight file")
+    verify: Literal["auto", "full", "blocks"] = Field(
+        "auto", description="reload all of it, or only as many blocks as fit in memory; auto: all when it fits"
+    )
+
+    @field_validator("steps", mode="before")
+    @classmethod
+    def _steps_are_known(cls, steps: Any) -> Any:
+        if not isinstance(steps, list):
+            raise ValueError("steps is a list of {name: {settings}}")
+        for i, step in enumerate(steps):
+            if isinstance(step, str):
+                raise ValueError(f"steps[{i}]: write '- {step}: {{}}'")
+            if not isinstance(step, Mapping) or len(step) != 1:
+                raise ValueError(f"steps[{i}]: one step is one {{name: {{settings}}}}")
+            name = next(iter(step))
+            if name not in STEPS:
+                raise ValueError(
+                    f"steps[{i}]: unknown step '{name}'{did_you_mean(str(name), STEPS)}; known: {', '.join(STEPS)}"
+                )
+        return steps
+
+    def resolved_steps(self) -> list[tuple[str, BaseModel]]:
+        """Each step's name and validated settings."""
+        resolved = []
+        for i, step in enumerate(self.steps):
+            name, settings = next(iter(step.items()))
+            resolved.append((name, _validate(STEPS[name].settings, settings or {}, f"steps[{i}].{name}", None)))
+        return resolved
+
+    def to_yaml(self) -> str:
+        """A recipe with every setting written out."""
+        content = self.model_dump()
+        content["steps"] = [{name: settings.model_dump()} for name, settings in self.resolved_steps()]
+        return _dump({key: value for key, value in content.items() if value is not None})
+
+
+def make_recipe(content: Mapping[str, Any], where: str = "recipe") -> Recipe:
+    """A validated recipe from plain data. Raises SutureError naming each wrong key."""
+    recipe = _validate(Recipe, dict(content), where, content)
+    assert isinstance(recipe, Recipe)
+    recipe.resolved_steps()
+    return recipe
+
+
+def load_recipe(path: Path, overrides: Mapping[str, str] | None = None) -> Recipe:
+    """Read a recipe file; `overrides` are dotted keys (`steps.0.gptq.bits`) with YAML values."""
+    if not path.is_file():
+        raise SutureError(f"{path}: no such recipe file", "recipes/quickstart.yaml in the repository is a working one")
+    content = _parse(path.read_bytes(), str(path))
+    for key, text in (overrides or {}).items():
+        _override(content, key, _parse(f"value: {text}".encode(), f"--set {key}")["value"])
+    recipe = _validate(Recipe, _plain(content), str(path), content)
+    assert isinstance(recipe, Recipe)
+    for i, step in enumerate(recipe.steps):  # settings are checked here, where lines are known
+        name, settings = next(iter(step.items()))
+        _validate(STEPS[name].settings, settings or {}, f"{path}: steps[{i}].{name}", content["steps"][i][name] or {})
+    return _relative_to(recipe, path.parent)
+
+
+def _relative_to(recipe: Recipe, directory: Path) -> Recipe:
+    """Paths in a recipe file are relative to the file."""
+    changes: dict[str, Any] = {"output": _absolute(directory, recipe.output)}
+    if recipe.model.startswith(("./", "../", "~")) or (directory / recipe.model).is_dir():
+        changes["model"] = _absolute(directory, recipe.model)
+    for key in ("calibration", "report"):
+        text = getattr(recipe, key)
+        if text is not None and not text.data.startswith(("builtin:", "hf:")):
+            changes[key] = text.model_copy(update={"data": _absolute(directory, text.data)})
+    return recipe.model_copy(update=changes)
+
+
+def _absolute(directory: Path, path: str) -> str:
+    return os.path.abspath(directory / Path(path).expanduser())
+
+
+def _parse(raw: bytes, where: str) -> Any:
+    from ruamel.yaml import YAML
+    from ruamel.yaml.error import MarkedYAMLError, YAMLError
+
+    try:
+        content = YAML(typ="rt").load(io.BytesIO(raw))
+    except MarkedYAMLError as error:
+        mark = error.problem_mark
+        line = f" line {mark.line + 1}" if mark is not None else ""
+        problem = " ".join(str(error.problem).split())
+        raise SutureError(f"{where}:{line} {problem}", "correct the YAML") from error
+    except (YAMLError, UnicodeDecodeError, ValueError) as error:
+        raise SutureError(f"{where}: not YAML: {' '.join(str(error).split())[:200]}", "correct the file") from error
+    if not isinstance(content, Mapping):
+        found = "empty" if content is None else f"a {type(content).__name__}"
+        raise SutureError(f"{where}: a recipe is a mapping of keys, this one is {found}", "begin with `model: ...`")
+    return content
+
+
+def _plain(value: Any) -> Any:
+    """ruamel's containers, strings and numbers as plain Python."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    for kind in (bool, int, float, str):
+        if isinstance(value, kind):
+            return kind(value)
+    return value
+
+
+def _override(content: Any, key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    at = content
+    for part in path:
+        try:
+            at = at[int(part)] if isinstance(at, list) else at[part]
+        except (KeyError, IndexError, ValueError, TypeError) as error:
+            known = ", ".join(map(str, at)) if isinstance(at, Mapping) else f"0..{len(at) - 1}"
+            raise SutureError(f"--set {key}: the recipe has no '{part}' there", f"there are {known}") from error
+    if isinstance(at, list):
+        raise SutureError(f"--set {key}: '{last}' is in a list", "name a step's key, like steps.0.gptq.bits")
+    at[last] = value
+
+
+def _validate(model: type[BaseModel], data: Any, where: str, source: Any) -> BaseModel:
+    if not isinstance(data, Mapping):
+        raise SutureError(f"{where}: expected settings, found {data!r}", "write {} for the defaults")
+    try:
+        return model.model_validate(_plain(data))
+    except ValidationError as error:
+        problems = [_explain(model, problem, where, source) for problem in error.errors()]
+        raise SutureError("; ".join(problems), "nothing was read or written") from None
+
+
+def _explain(model: type[BaseModel], problem: Any, where: str, source: Any) -> str:
+    path = [part for part in problem["loc"] if not str(part).startswith("function-")]
+    key = ".".join(str(part) for part in path)
+    line = _line(source, path)
+    at = f"{where}: {f'line {line}: ' if line else ''}{key}".rstrip(": ")
+    if problem["type"] == "extra_forbidden":
+        known = _fields(model, path[:-1])
+        return f"{at}: unknown key{did_you_mean(str(path[-1]), known)}; known keys: {', '.join(known)}"
+    if problem["type"] == "missing":
+        return f"{at}: missing"
+    message = problem["msg"].removeprefix("Value error, ")
+    shown = problem.get("input")
+    return f"{at}: {message}" + ("" if isinstance(shown, Mapping | list) else f" (found {shown!r})")
+
+
+def _fields(model: type[BaseModel], path: list[Any]) -> list[str]:
+    """Field names of the model at `path`."""
+    for part in path:
+        field = model.model_fields.get(str(part))
+        candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field is not None else []
+        inner = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]
+        if not inner:
+            return []
+        model = inner[0]
+    return list(model.model_fields)
+
+
+def _line(source: Any, path: list[Any]) -> int | None:
+    """Line of the key at `path`, counted from 1; None when the data did not come from a file."""
+    line = None
+    for part in path:
+        lines = getattr(source, "lc", None)
+        if lines is None or not lines.data or part not in lines.data:
+            return line
+        line = lines.data[part][0] + 1
+        try:
+            source = source[part]
+        except (KeyError, IndexError, TypeError):
+            return line
+    return line
+
+
+def _dump(content: Any) -> str:
+    from ruamel.yaml import YAML
+
+    yaml = YAML(typ="safe", pure=True)
+    yaml.default_flow_style = False
+    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+    stream = io.StringIO()
+    yaml.dump(content, stream)
+    return stream.getvalue()

@@ -1,0 +1,47 @@
+"""Load a checkpoint with stock transformers in a process of its own, and write down its logits.
+
+Usage: python -m suture.pipeline.reload MODEL_DIR IDS.pt OUT.pt
+
+Nothing of suture is used here. The weights load in their stored dtype (packed ones are decompressed by the first
+forward, as for any user), then the model computes in float32, so that only the weights can differ.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def load_and_run(model_dir: str, ids: Tensor) -> dict[str, Any]:
+    """Logits of the model in `model_dir` for token ids [B, T], and what its loader reported."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
+    auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
+    model, info = auto.from_pretrained(
+        model_dir, dtype="auto", output_loading_info=True, local_files_only=True, trust_remote_code=False
+    )
+    with torch.no_grad():
+        stored = model(ids, use_cache=False).logits.float()
+        torch.nn.Module.float(model)  # past transformers' guard: the weights are dense now
+        logits = model(ids, use_cache=False).logits.float()
+    return {
+        "logits": logits,
+        "stored_dtype_logits": stored,
+        "missing": sorted(map(str, info["missing_keys"])),
+        "unexpected": sorted(map(str, info["unexpected_keys"])),
+        "mismatched": sorted(map(str, info["mismatched_keys"])),
+        "model_class": type(model).__name__,
+    }
+
+
+def main(model_dir: str, ids_file: str, out_file: str) -> None:
+    torch.save(load_and_run(model_dir, torch.load(ids_file, weights_only=True)), out_file)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,340 @@
+"""Run a recipe: plan, preflight, steps, verification, report, manifest, and one rename at the end."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from .. import __version__
+from ..calibrate.skeleton import open_skeleton
+from ..checkpoint.manifest import (
+    MANIFEST,
+    SCHEMA,
+    account_for,
+    chain_accounts,
+    file_hashes,
+    read_manifest,
+    sha256_file,
+    to_json,
+)
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.staging import Staging, open_staging, write_whole
+from ..checkpoint.writer import plan_shards
+from ..quant.decode import dense_view
+from ..quant.settings import RTNSettings
+from ..report.document import REPORT_FILES, Report, make_report, write_report
+from ..report.score import score
+from . import quantize
+from .plan import Plan, make_plan, probe_ids, verify_blocks
+from .progress import Progress, Silent
+from .recipe import Recipe
+from .step import StepResult, StepRun
+from .verify import check_reload, first_blocks, reload_and_compare, reload_here, reopen, shortened
+
+
+@dataclass(frozen=True)
+class Run:
+    """A finished run."""
+
+    output: Path
+    plan: Plan
+    report: Report | None
+    manifest: dict[str, Any]
+    seconds: dict[str, float]  # by part; never written into the output, which is the same at any speed
+
+    @property
+    def fallbacks(self) -> dict[str, str]:
+        """Layers that are not what was asked for, and why."""
+        return dict(self.manifest["fallbacks"])
+
+
+def run(
+    recipe: Recipe,
+    *,
+    device: str = "auto",
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Run:
+    """Carry out a recipe. Raises SutureError, with nothing under the output's name, when any part of it fails."""
+    progress = progress or Silent()
+    clock = _Clock()
+    plan = make_plan(recipe, device, overwrite, resume)
+    clock.lap("plan")
+    progress.say(f"preflight: block 0 of {plan.checkpoint.source} through rounding, writing and reloading")
+    preflight(plan)
+    clock.lap("preflight")
+    hashes = {path.name: sha256_file(path) for path in plan.checkpoint.weight_files}
+    with open_staging(plan.output, fingerprint(plan, hashes), overwrite, resume) as staging:
+        results = _run_steps(plan, staging, progress)
+        clock.lap("steps")
+        progress.say("verify: reloading with stock transformers")
+        verification = _verify(plan, staging, results[-1])
+        clock.lap("verify")
+        report = _report(plan, staging, results, progress)
+        clock.lap("report")
+        manifest = _finish(plan, staging, results, hashes, verification)
+        staging.commit()
+    return Run(plan.output, plan, report, manifest, clock.laps)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        import time
+
+        self._now, self.laps = time.perf_counter, {}
+        self._last = self._now()
+
+    def lap(self, name: str) -> None:
+        now = self._now()
+        self.laps[name] = now - self._last
+        self._last = now
+
+
+def fingerprint(plan: Plan, weights: dict[str, str]) -> dict[str, str]:
+    """What must be equal for a run to be resumed. The output's place and the progress display are not part of it."""
+    content = plan.recipe.model_dump(exclude={"output", "steps", "report", "verify"})
+    content["steps"] = [{step.name: step.settings.model_dump()} for step in plan.steps]
+    return {
+        "suture": __version__,
+        "torch": torch.__version__,
+        "recipe": _digest(content),
+        "model": _digest([sorted(weights.items()), plan.checkpoint.config]),
+        "calibration text": plan.calibration.blocks.sha256 if plan.calibration else "none",
+        "device": plan.device.type,
+    }
+
+
+def _digest(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+# -- preflight ---------------------------------------------------------------------------------------------------------
+
+
+def preflight(plan: Plan) -> None:
+    """Take the first block through the last step's rounding, packing, writing and a reload, before the hours."""
+    last = plan.steps[-1]
+    if not isinstance(last.settings, RTNSettings) or len(plan.steps) > 1:
+        return
+    data_free = RTNSettings(**{key: getattr(last.settings, key) for key in RTNSettings.model_fields})
+    data_free = data_free.model_copy(update={"search": False, "targets": ["all-linear"], "ignore": []})
+    plan.output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix="suture-preflight-", dir=plan.output.parent) as scratch:
+        small = _one_block(plan)
+        prepared = quantize.prepare(small, data_free)
+        one = replace(plan, checkpoint=small, calibration=None, evaluation=None)
+        output = Path(scratch) / "out"
+        with open_staging(output, {"preflight": "1"}, False, False) as staging:
+            work = _step_run(one, staging, "preflight", 1, 0, small, plan_shards(prepared.specs), Silent())
+            result = quantize.run(replace(work, text=None), prepared, data_free)
+            write_whole(staging.model / "config.json", to_json(prepared.config))
+            found = reload_here(staging.model, work.probe)
+            check_reload(found, work.probe, result.expected, ())
+
+
+def _one_block(plan: Plan) -> Checkpoint:
+    layout = plan.skeleton.layout
+    later = {p.tensor for i in range(1, len(layout.blocks)) for p in layout.block_tensors(i).values()}
+    kept = {
+        name: info
+        for name, info in plan.checkpoint.tensors.items()
+        if name not in later and name not in layout.unknown and name not in layout.stale
+    }
+    return replace(plan.checkpoint, tensors=kept, config=shortened(plan.checkpoint.config, 1))
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def _run_steps(plan: Plan, staging: Staging, progress: Progress) -> list[StepResult]:
+    results: list[StepResult] = []
+    source = plan.checkpoint
+    for number, step in enumerate(plan.steps, start=1):
+        last = number == len(plan.steps)
+        directory = staging.model if last else staging.work / f"after-step-{number}"
+        key = f"step-{number}"
+        if not last and staging.find(step=key, unit="done") is not None:
+            source = open_checkpoint(directory)
+            results.append(StepResult({}, torch.empty(0)))
+            continue
+        work = _step_run(plan, staging, key, number, len(plan.steps), source, step.shards, progress)
+        results.append(step.kind.run(replace(work, directory=directory), step.prepared, step.settings))
+        write_whole(directory / "config.json", to_json(step.prepared.config))
+        if not last:
+            staging.record({"step": key, "unit": "done"})
+            source = open_checkpoint(directory)
+    return results
+
+
+def _step_run(
+    plan: Plan,
+    staging: Staging,
+    key: str,
+    number: int,
+    of: int,
+    source: Checkpoint,
+    shards: Any,
+    progress: Progress,
+) -> StepRun:
+    name = plan.steps[number - 1].name if number <= len(plan.steps) else key
+    return StepRun(
+        key=key,
+        label=f"{name} ({number}/{of})" if of > 1 else name,
+        checkpoint=source,
+        directory=staging.model,
+        shards=shards,
+        staging=staging,
+        text=plan.calibration.blocks if plan.calibration else None,
+        batch=plan.batch,
+        paused=plan.estimate.paused,
+        budget=plan.estimate.available_memory // 4,
+        probe=probe_ids(plan),
+        verify_blocks=verify_blocks(plan),
+        progress=progress,
+        device=plan.device,
+    )
+
+
+# -- after the steps ---------------------------------------------------------------------------------------------------
+
+
+def _verify(plan: Plan, staging: Staging, result: StepResult) -> dict[str, Any]:
+    for side in plan.checkpoint.side_files:
+        if side.name not in _superseded():
+            write_whole(staging.model / side.name, side.read_bytes())
+    written = reopen(staging.model)
+    prepared = plan.steps[-1].prepared
+    account_for(plan.checkpoint.tensors, written.tensors, _accounts(plan))
+    n = verify_blocks(plan)
+    directory = staging.model
+    if n < prepared.n_blocks:
+        directory = first_blocks(written, n, _first_tensors(plan, written, n), staging.work / "first-blocks")
+    allowed = plan.skeleton.layout.unknown
+    record = reload_and_compare(directory, staging.work, probe_ids(plan), result.expected, allowed)
+    return {"blocks": n, "of_blocks": prepared.n_blocks, **record}
+
+
+def _first_tensors(plan: Plan, written: Checkpoint, n: int) -> frozenset[str]:
+    layout = plan.skeleton.layout
+    later = {p.tensor for i in range(n, len(layout.blocks)) for p in layout.block_tensors(i).values()}
+    accounts = _accounts(plan)
+    gone = {output for name in later for output in accounts[name].outputs}
+    return frozenset(name for name in written.tensors if name not in gone)
+
+
+def _accounts(plan: Plan) -> Any:
+    return chain_accounts([step.prepared.accounts for step in plan.steps])
+
+
+def _superseded() -> frozenset[str]:
+    """Files of an earlier suture output that speak of that output."""
+    return frozenset({MANIFEST, *REPORT_FILES})
+
+
+def _report(plan: Plan, staging: Staging, results: list[StepResult], progress: Progress) -> Report | None:
+    if plan.evaluation is None or plan.recipe.report is None:
+        return None
+    windows = plan.evaluation.windows
+    budget = plan.estimate.available_memory // 3
+    nll = {}
+    for name, checkpoint in (("base", plan.checkpoint), ("candidate", reopen(staging.model))):
+        saved = staging.work / f"nll-{name}-{windows.tokens_sha256[:16]}.npy"
+        if staging.find(unit=saved.name) is None:
+            skeleton = open_skeleton(dense_view(checkpoint), device=plan.device)
+            spill = staging.work / f"score-{name}.bin"
+            nll[name] = score(skeleton, windows, progress.track, f"score {name}", budget, spill)
+            with saved.open("wb") as file:
+                np.save(file, nll[name])
+            staging.record({"unit": saved.name})
+        else:
+            nll[name] = np.load(saved)
+    written = reopen(staging.model)
+    report = make_report(
+        base=plan.checkpoint,
+        candidate=written,
+        windows=windows,
+        nll=nll,
+        protocol=plan.evaluation.describe() | {"dtype": "float32"},
+        level=plan.recipe.report.level,
+        warnings=plan.warnings,
+        modules=results[-1].modules,
+        steps=[(step.name, step.settings.model_dump()) for step in plan.steps],
+    )
+    write_report(report, staging.model)
+    return report
+
+
+def _finish(
+    plan: Plan,
+    staging: Staging,
+    results: list[StepResult],
+    hashes: dict[str, str],
+    verification: dict[str, Any],
+) -> dict[str, Any]:
+    modules = {name: record for result in results for name, record in result.modules.items()}
+    accounts = _accounts(plan)
+    origin = {output: name for name, account in accounts.items() for output in account.outputs}
+    manifest = {
+        "suture": __version__,
+        "schema": SCHEMA,
+        "recipe": _recipe_record(plan),
+        "source": {"model": plan.checkpoint.source, "revision": plan.checkpoint.revision, "weights_sha256": hashes},
+        "history": _history(plan.checkpoint),
+        "calibration": plan.calibration.describe() if plan.calibration else None,
+        "inputs": {name: asdict(account) for name, account in sorted(accounts.items())},
+        "outputs": {
+            spec.name: {"dtype": spec.dtype, "shape": list(spec.shape), "from": origin[spec.name]}
+            for spec in plan.steps[-1].prepared.specs
+        },
+        "config_edits": _config_edits(plan.checkpoint.config, plan.steps[-1].prepared.config),
+        "side_files": sorted(path.name for path in plan.checkpoint.side_files if path.name not in _superseded()),
+        "modules": modules,
+        "skipped_layers": dict(getattr(plan.steps[-1].prepared, "selection").skipped) if modules else {},
+        "fallbacks": {name: record["fallback"] for name, record in modules.items() if record.get("fallback")},
+        "expert_tokens": _expert_tokens(plan, modules),
+        "notes": list(plan.warnings),
+        "verification": verification,
+        "files": file_hashes(staging.model),
+    }
+    write_whole(staging.model / MANIFEST, to_json(manifest))
+    return manifest
+
+
+def _recipe_record(plan: Plan) -> dict[str, Any]:
+    content = plan.recipe.model_dump(exclude={"output", "steps"})
+    content["model"] = plan.checkpoint.source
+    return content | {"steps": [{step.name: step.settings.model_dump()} for step in plan.steps]}
+
+
+def _history(checkpoint: Checkpoint) -> list[dict[str, Any]]:
+    """Steps that made the input, when suture made it."""
+    if not (checkpoint.path / MANIFEST).is_file():
+        return []
+    earlier = read_manifest(checkpoint.path)
+    return [*earlier.get("history", []), {"suture": earlier["suture"], "recipe": earlier["recipe"]}]
+
+
+def _config_edits(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {"key": key, "from": before.get(key), "to": after.get(key)}
+        for key in sorted({*before, *after})
+        if before.get(key) != after.get(key)
+    ]
+
+
+def _expert_tokens(plan: Plan, modules: dict[str, Any]) -> dict[str, Any]:
+    """Calibration tokens that reached each expert, by block."""
+    table: dict[str, dict[str, int]] = {}
+    for linear in plan.skeleton.layout.linears:
+        record = modules.get(linear.name)
+        if linear.expert is not None and record is not None and record.get("tokens") is not None:
+            table.setdefault(f"block {linear.block}", {})[str(linear.expert)] = record["tokens"]
+    return table

@@ -1,0 +1,71 @@
+"""What a step is to the run loop: a plan made from names and shapes, and a function that carries it out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from ..calibrate.tokens import TokenBlocks
+from ..checkpoint.manifest import Account
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.source import TensorSource
+from ..checkpoint.staging import Staging
+from ..checkpoint.writer import ShardPlan, TensorSpec
+from .progress import Progress
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared:
+    """A step's output, known before its work begins."""
+
+    specs: tuple[TensorSpec, ...]
+    config: dict[str, Any]
+    accounts: dict[str, Account]  # for every tensor of the input
+    notes: tuple[str, ...]
+    n_blocks: int
+
+
+@dataclass(frozen=True)
+class StepRun:
+    """What a running step is given."""
+
+    key: str  # "step-1": names its journal entries and files
+    label: str  # for progress
+    checkpoint: Checkpoint
+    directory: Path  # where its output goes
+    shards: ShardPlan
+    staging: Staging
+    text: TokenBlocks | None
+    batch: int  # calibration sequences per forward
+    paused: bool  # whether a block's forward waits at its stages, or runs again for each
+    budget: int  # bytes of hidden states kept in memory
+    probe: Tensor  # token ids [B, T] whose logits the reloaded output must reproduce
+    verify_blocks: int  # blocks that verification will reload
+    progress: Progress
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step reports back."""
+
+    modules: dict[str, Any]  # per layer: method, errors, fallback
+    expected: Tensor  # logits of the probe, from memory
+
+
+@dataclass(frozen=True)
+class StepKind:
+    """A row of the table of steps."""
+
+    settings: type[BaseModel]
+    summary: str
+    needs_text: bool  # takes calibration text
+    rounds: bool  # its output is quantized: nothing that needs full precision may follow
+    prepare: Callable[[TensorSource, Any], Prepared]
+    run: Callable[[StepRun, Any, Any], StepResult]

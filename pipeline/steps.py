@@ -1,0 +1,14 @@
+"""The table of steps: a recipe's names, their settings and what carries them out."""
+
+from __future__ import annotations
+
+from ..quant.settings import GPTQSettings, RTNSettings
+from ..surgery.untie import UntieSettings
+from . import quantize, untie
+from .step import StepKind
+
+STEPS: dict[str, StepKind] = {
+    "untie": StepKind(UntieSettings, "give a tied head its own copy", False, False, untie.prepare, untie.run),
+    "rtn": StepKind(RTNSettings, "round to nearest", False, True, quantize.prepare, quantize.run),
+    "gptq": StepKind(GPTQSettings, "GPTQ", True, True, quantize.prepare, quantize.run),
+}

@@ -1,0 +1,116 @@
+"""Prove that what was written is what was computed: reload it with stock transformers and compare logits."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.errors import SutureError
+from ..checkpoint.manifest import to_json
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from .reload import load_and_run
+
+TOLERANCE = 1e-3  # of the largest logit, both sides in float32: rounding of another order of the same sums
+
+
+def reload_and_compare(
+    directory: Path, work: Path, probe: Tensor, expected: Tensor, allowed: tuple[str, ...]
+) -> dict[str, Any]:
+    """Verification record; raises SutureError when the output does not load or gives other logits.
+
+    `allowed`: tensors that the input had beyond what the model uses, so that the loader may call them unexpected.
+    """
+    directory, work = directory.absolute(), work.absolute()
+    ids_file, out_file = work / "probe.pt", work / "reloaded.pt"
+    torch.save(probe, ids_file)
+    out_file.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "suture.pipeline.reload", str(directory), str(ids_file), str(out_file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=work, check=False)
+    if done.returncode != 0 or not out_file.exists():
+        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+        raise SutureError(f"the output does not load in stock transformers: {last}", "please report this")
+    return check_reload(torch.load(out_file, weights_only=True), probe, expected, allowed)
+
+
+def reload_here(directory: Path, probe: Tensor) -> dict[str, Any]:
+    """`reload.load_and_run` in this process, without what libraries print meanwhile."""
+    with contextlib.redirect_stderr(io.StringIO()):
+        try:
+            return load_and_run(str(directory), probe)
+        except Exception as error:
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise SutureError(f"{directory}: does not load in stock transformers: {first}") from error
+
+
+def check_reload(found: dict[str, Any], probe: Tensor, expected: Tensor, allowed: tuple[str, ...]) -> dict[str, Any]:
+    """Verification record from what `reload.load_and_run` found; raises SutureError when anything is off."""
+    problems = {kind: found[kind] for kind in ("missing", "mismatched") if found[kind]}
+    strangers = [name for name in found["unexpected"] if name not in allowed]
+    if problems or strangers:
+        raise SutureError(f"the output loads with problems: {problems or strangers[:3]}", "please report this")
+    return compare(found["logits"], expected) | {
+        "loaded_as": found["model_class"],
+        "tokens": probe.numel(),
+        "max_difference_in_stored_dtype": _rounded(float((found["stored_dtype_logits"] - expected).abs().max())),
+        "missing": 0,
+        "unexpected": len(found["unexpected"]),
+    }
+
+
+def compare(found: Tensor, expected: Tensor) -> dict[str, Any]:
+    """Largest difference of logits; raises SutureError when it is more than float32 rounding."""
+    if not bool(torch.isfinite(found).all()):
+        raise SutureError("the reloaded output gives NaN or infinite logits", "please report this")
+    difference, scale = float((found - expected).abs().max()), float(expected.abs().max())
+    if difference > TOLERANCE * scale:
+        raise SutureError(
+            f"the reloaded output differs from the result in memory by {difference:.3g} in logits up to {scale:.3g}",
+            "please report this",
+        )
+    return {"max_difference": _rounded(difference), "largest_logit": _rounded(scale)}
+
+
+def _rounded(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def first_blocks(source: Checkpoint, n_blocks: int, keep: frozenset[str], directory: Path) -> Path:
+    """A checkpoint directory with the tensors `keep` of `source` and a config of `n_blocks` blocks, by links."""
+    directory.mkdir(parents=True, exist_ok=True)
+    weight_map = {name: info.file.name for name, info in source.tensors.items() if name in keep}
+    for file in {info.file for name, info in source.tensors.items() if name in keep}:
+        link = directory / file.name
+        if not link.exists():
+            link.symlink_to(file.resolve())
+    (directory / "model.safetensors.index.json").write_bytes(to_json({"metadata": {}, "weight_map": weight_map}))
+    (directory / "config.json").write_bytes(to_json(shortened(source.config, n_blocks)))
+    return directory
+
+
+def shortened(config: Mapping[str, Any], n_blocks: int) -> dict[str, Any]:
+    """The raw config of the same model with only its first blocks."""
+    result = dict(config)
+    if isinstance(config.get("text_config"), Mapping):
+        result["text_config"] = shortened(config["text_config"], n_blocks)
+    for key in ("num_hidden_layers", "n_layer"):
+        if key in config:
+            result[key] = n_blocks
+    if isinstance(config.get("layer_types"), list):
+        result["layer_types"] = config["layer_types"][:n_blocks]
+    for key in ("max_window_layers", "first_k_dense_replace"):
+        if isinstance(config.get(key), int):
+            result[key] = min(config[key], n_blocks)
+    return result
+
+
+def reopen(directory: Path) -> Checkpoint:
+    """Open what was just written, with every check that a stranger's checkpoint gets."""
+    return open_checkpoint(directory)
