@@ -199,20 +199,19 @@ class Skeleton:
             raise SutureError(f"token id {int(rows[-1])} is outside the model's vocabulary of {vocabulary}")
         weight = self.source.read_rows(self.layout.embedding, rows.tolist())
         finite(weight, self.layout.embedding, self.source.source)
-        padding = getattr(table, "padding_idx", None)
+        padding, before = getattr(table, "padding_idx", None), dict(table._parameters)
         table.padding_idx = None
         self._put(f"{name}.weight", weight)
-        positions = f"{self.family.stem}{self.family.positions}.weight"
-        if self.family.positions:
+        positions = f"{self.family.stem}{self.family.positions}.weight" if self.family.positions else None
+        missing = positions is not None and self.model.get_parameter(positions).is_meta
+        if positions and missing:
             self._fill({positions: self.layout.places[positions]})
         try:
             yield small.to(self.device)
         finally:
             table.padding_idx = padding
-            table._parameters["weight"] = nn.Parameter(
-                torch.empty(vocabulary, weight.shape[1], dtype=self.dtype, device="meta"), requires_grad=False
-            )
-            if self.family.positions:
+            table._parameters.update(before)
+            if positions and missing:
                 self._put(positions, None)
 
     @contextlib.contextmanager

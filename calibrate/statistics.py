@@ -27,8 +27,8 @@ class SecondMoment:
         return cls(torch.zeros(in_features, in_features, dtype=dtype, device=device))
 
     def add(self, x: Tensor) -> None:
-        """x: [batch, tokens, in] or [tokens, in]."""
-        sequences = x if x.dim() == 3 else x[None]
+        """x: [tokens, in], or [batch, ..., in]: what is between counts as tokens."""
+        sequences = x[None] if x.dim() == 2 else x.reshape(x.shape[0], -1, x.shape[-1])
         for sequence in sequences.to(self.total.dtype):
             if sequence.shape[0] == 0:
                 continue

@@ -30,6 +30,11 @@ def check_divisible(selection: Selection, scheme: Scheme) -> None:
 
 def check_format(layout: ModelLayout, scheme: Scheme) -> None:
     """Refuse what the format cannot express for this family."""
+    if layout.family.experts is not None and not scheme.symmetric:
+        raise SutureError(
+            "symmetric: false is not possible for mixtures of experts: transformers' loader reads no experts' zero points",
+            "use symmetric: true",
+        )
     if layout.family.conv1d and not scheme.symmetric:
         raise SutureError(
             "symmetric: false is not possible for GPT-2's Conv1D layers in compressed-tensors files",
