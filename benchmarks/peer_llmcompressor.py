@@ -8,6 +8,7 @@ import json
 import resource
 import sys
 import time
+from pathlib import Path
 
 
 def main(model_dir: str, ids_file: str, out: str, bits: int, group_size: int, dtype: str) -> None:
@@ -18,7 +19,7 @@ def main(model_dir: str, ids_file: str, out: str, bits: int, group_size: int, dt
     from llmcompressor.modifiers.quantization import GPTQModifier
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    ids = json.load(open(ids_file))
+    ids = json.loads(Path(ids_file).read_text())
     data = Dataset.from_list([{"input_ids": row, "attention_mask": [1] * len(row)} for row in ids])
     scheme = QuantizationScheme(
         targets=["Linear"],

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear
+from ..checkpoint.writer import disk_errors
 from .skeleton import Skeleton
 
 
@@ -33,6 +35,7 @@ class Stream:
     ids: list[Tensor]  # each [B, T] int64
     hidden: list[Tensor]  # each [B, T, hidden], views of `buffer`
     buffer: Tensor
+    saving: Future[None] | None = None  # must be over before the hidden states may change
 
     @classmethod
     def start(
@@ -63,12 +66,22 @@ class Stream:
     def tokens(self) -> int:
         return sum(batch.numel() for batch in self.ids)
 
+    def replace(self, batch: int, out: Tensor) -> None:
+        """Set one batch's hidden states."""
+        if self.saving is not None:
+            self.saving.result()
+            self.saving = None
+        self.hidden[batch].copy_(out)
+
     def save(self, path: Path) -> None:
         """Write the hidden states, and return once they are on disk."""
-        with path.open("wb") as file:
-            file.write(memoryview(self.buffer.numpy()).cast("B"))
+        with disk_errors(path), path.open("wb") as file:
+            file.write(self._bytes())
             file.flush()
             os.fsync(file.fileno())
+
+    def _bytes(self) -> memoryview:
+        return self.buffer.view(torch.uint8).numpy().data
 
     def restore(self, path: Path) -> None:
         """Read what `save` wrote. Raises SutureError when the file is not of this stream's size."""
@@ -76,13 +89,13 @@ class Stream:
         if not path.exists() or path.stat().st_size != size:
             raise SutureError(f"{path}: the saved hidden states are not {size} bytes", "start again with --overwrite")
         with path.open("rb") as file:
-            file.readinto(memoryview(self.buffer.numpy()).cast("B"))
+            file.readinto(self._bytes())
 
 
 def run_block(skeleton: Skeleton, index: int, stream: Stream) -> None:
     """Replace the stream's hidden states by block `index`'s outputs; the block must be loaded."""
-    for hidden in stream.hidden:
-        hidden.copy_(skeleton.run_block(index, hidden.to(skeleton.device)))
+    for batch, hidden in enumerate(stream.hidden):
+        stream.replace(batch, skeleton.run_block(index, hidden.to(skeleton.device)))
 
 
 @torch.no_grad()
@@ -114,7 +127,7 @@ def staged_block(
 class _Hooks:
     """Pre-forward hooks that observe a stage's input once per forward and, in a greenlet, pause there."""
 
-    def __init__(self, skeleton: Skeleton, stages: Sequence[Sequence[Linear]], observe: Callable[[int, Any], None]):
+    def __init__(self, skeleton: Skeleton, stages: Sequence[Sequence[Linear]], observe: Callable[[int, Any], None]) -> None:
         self.observe = observe
         self.n_stages = len(stages)
         self.watched: set[int] = set(range(len(stages)))
@@ -175,8 +188,8 @@ def _run_paused(skeleton: Skeleton, index: int, stream: Stream, hooks: _Hooks, c
                 _expect(where, stage, index)
             change(stage)
             arrived = [run.switch() for run in forwards]
-        for hidden, out in zip(stream.hidden, arrived, strict=True):
-            hidden.copy_(out)
+        for batch, out in enumerate(arrived):
+            stream.replace(batch, out)
     finally:
         for run in forwards:
             run.throw()  # ends a forward that is still paused; nothing for one that is finished

@@ -36,44 +36,44 @@ class BlockArguments:
     kwargs: dict[str, Any]
 
 
-class _Captured(Exception):
+class _CapturedError(Exception):
     """Ends a forward once every block's arguments are known."""
 
 
-class _Recorder(nn.Module):
-    """Stands in for a block; looks like it to code that reads its attributes."""
+class _StandIn(nn.Module):
+    """In a block's place; looks like it to code that reads its attributes."""
 
-    def __init__(self, block: nn.Module, seen: list[tuple[Tensor, BlockArguments]], last: bool) -> None:
+    def __init__(self, block: nn.Module) -> None:
         super().__init__()
-        self.__dict__["_block"] = block
-        self._seen, self._last = seen, last
+        self.__dict__["_block"] = block  # not a child: its parameters stay out of this module
 
     def __getattr__(self, name: str) -> Any:
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(self.__dict__["_block"], name)
+
+
+class _Recorder(_StandIn):
+    """Notes what a block is given and passes the hidden states on."""
+
+    def __init__(self, block: nn.Module, seen: list[tuple[Tensor, BlockArguments]], last: bool) -> None:
+        super().__init__(block)
+        self._seen, self._last = seen, last
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         self._seen.append((hidden_states, BlockArguments(args, kwargs)))
         if self._last:
-            raise _Captured
+            raise _CapturedError
         return hidden_states
 
 
-class _Injector(nn.Module):
-    """Stands in for all blocks and returns given hidden states."""
+class _Injector(_StandIn):
+    """Stands for all blocks and returns given hidden states."""
 
     def __init__(self, hidden: Tensor, block: nn.Module) -> None:
-        super().__init__()
+        super().__init__(block)
         self.hidden = hidden
-        self.__dict__["_block"] = block
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(self.__dict__["_block"], name)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return self.hidden
@@ -181,8 +181,8 @@ class Skeleton:
     def _record(self, ids: Tensor) -> list[tuple[Tensor, BlockArguments]]:
         seen: list[tuple[Tensor, BlockArguments]] = []
         blocks = [self.block(i) for i in range(self.n_blocks)]
-        recorders = [_Recorder(block, seen, last=i == len(blocks) - 1) for i, block in enumerate(blocks)]
-        with self._embeddings_of(ids) as small, self._blocks_replaced(recorders), contextlib.suppress(_Captured):
+        recorders: list[nn.Module] = [_Recorder(block, seen, last=i == len(blocks) - 1) for i, block in enumerate(blocks)]
+        with self._embeddings_of(ids) as small, self._blocks_replaced(recorders), contextlib.suppress(_CapturedError):
             self.backbone(input_ids=small, use_cache=False)
         if len(seen) != self.n_blocks:
             raise SutureError(f"{self.source.source}: the forward reached {len(seen)} of {self.n_blocks} blocks")
@@ -200,7 +200,7 @@ class Skeleton:
         weight = self.source.read_rows(self.layout.embedding, rows.tolist())
         finite(weight, self.layout.embedding, self.source.source)
         padding, before = getattr(table, "padding_idx", None), dict(table._parameters)
-        table.padding_idx = None
+        table.__dict__["padding_idx"] = None  # its row number means another token now
         self._put(f"{name}.weight", weight)
         positions = f"{self.family.stem}{self.family.positions}.weight" if self.family.positions else None
         missing = positions is not None and self.model.get_parameter(positions).is_meta
@@ -209,7 +209,7 @@ class Skeleton:
         try:
             yield small.to(self.device)
         finally:
-            table.padding_idx = padding
+            table.__dict__["padding_idx"] = padding
             table._parameters.update(before)
             if positions and missing:
                 self._put(positions, None)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_PANEL = 256  # columns per panel of the symmetric product: only the upper panels are computed
+_PANEL = 192  # columns per panel of the symmetric product: only the upper panels are computed
 
 
 @dataclass

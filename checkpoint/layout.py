@@ -89,21 +89,19 @@ def resolve_layout(
     stem = _disk_stem(family, source, disk)
     head_module = f"{family.head}.weight"
     head = None if tied else _head_on_disk(family, stem, disk)
-    places: dict[str, Place] = {}
-    missing: list[str] = []
-    for name, shape in module.items():
-        if name == head_module:
-            places[name] = Place(head or f"{stem}{family.embedding}.weight")
-        else:
-            places[name] = _place(family, stem, name, disk, shape)
-        place = places[name]
-        if place.tensor not in disk:
-            missing.append(place.tensor)
-        elif place.expert is None and disk[place.tensor] != shape:
+    places = {
+        name: Place(head or f"{stem}{family.embedding}.weight")
+        if name == head_module
+        else _place(family, stem, name, disk, shape)
+        for name, shape in module.items()
+    }
+    for tensor, shape in _stored_shapes(places, module).items():
+        if disk.get(tensor, shape) != shape:
             raise SutureError(
-                f"{source}: {place.tensor} has shape {list(disk[place.tensor])}, but config.json implies {list(shape)}",
+                f"{source}: {tensor} has shape {list(disk[tensor])}, but config.json implies {list(shape)}",
                 "the config does not describe these weights: was num_key_value_heads, head_dim or vocab_size edited?",
             )
+    missing = [place.tensor for place in places.values() if place.tensor not in disk]
     if missing:
         raise SutureError(
             f"{source}: {len(missing)} tensors that the {family.model_type} config asks for are not in the checkpoint, "
@@ -114,7 +112,8 @@ def resolve_layout(
     rest = sorted(name for name in disk if name not in used)
     duplicate = _head_on_disk(family, stem, disk) if tied else None
     duplicate = duplicate if duplicate in disk else None
-    stale = {name: reason for name in rest if (reason := stale_buffer(name)) is not None}
+    inside = [name for name in rest if name.startswith(stem)]  # a vision tower's tensors are not ours to judge
+    stale = {name: reason for name in inside if (reason := stale_buffer(name)) is not None}
     return ModelLayout(
         family=family,
         disk_stem=stem,
@@ -138,7 +137,10 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     inner = config.get("text_config")
     if not isinstance(inner, dict):
         raise SutureError(f"config.json: a {model_type} wrapper without a text_config object", "correct config.json")
-    return {"model_type": WRAPPERS[model_type], **inner}
+    text = {"model_type": WRAPPERS[model_type], **inner}
+    if config.get("tie_word_embeddings") is False:  # the wrapper's own key is what loaders go by
+        text["tie_word_embeddings"] = False
+    return text
 
 
 def _disk_stem(family: Family, source: str, disk: Mapping[str, Shape]) -> str:
@@ -172,6 +174,18 @@ def _place(family: Family, stem: str, name: str, disk: Mapping[str, Shape], shap
         if local.startswith(module_prefix + "."):
             return Place(f"{stem}{block}.{disk_prefix}{local.removeprefix(module_prefix)}")
     return Place(direct)
+
+
+def _stored_shapes(places: Mapping[str, Place], module: Mapping[str, Shape]) -> dict[str, Shape]:
+    """Tensor on disk -> the shape that the config implies; for fused experts, of all their matrices together."""
+    shapes: dict[str, Shape] = {}
+    for name, place in places.items():
+        if place.expert is None or place.rows is None:
+            shapes[place.tensor] = module[name]
+        else:
+            experts, rows, _ = shapes.get(place.tensor, (0, 0, 0))
+            shapes[place.tensor] = (max(experts, place.expert + 1), max(rows, place.rows[1]), module[name][1])
+    return shapes
 
 
 def _expert_place(experts: Experts, prefix: str, local: str, disk: Mapping[str, Shape], shape: Shape) -> Place:

@@ -20,6 +20,7 @@ from .strict_json import strict_json
 MANIFEST = "suture.json"
 SCHEMA = 1
 _LIMIT = 256_000_000
+_KEYS = ("suture", "recipe", "source", "history", "inputs", "outputs", "modules", "fallbacks", "files")
 
 
 @dataclass(frozen=True)
@@ -94,4 +95,7 @@ def read_manifest(directory: Path) -> dict[str, Any]:
     manifest = strict_json(path, _LIMIT)
     if not isinstance(manifest, dict) or manifest.get("schema") != SCHEMA:
         raise SutureError(f"{path}: not a manifest of schema {SCHEMA}", "read it with the suture that wrote it")
+    absent = sorted(set(_KEYS) - set(manifest))
+    if absent:
+        raise SutureError(f"{path}: damaged: no {', '.join(absent)} in it", "restore the file, or run the recipe again")
     return manifest

@@ -2,6 +2,7 @@
 
     OUT.partial/model/     what becomes OUT, by one rename, when everything in it is complete and verified
     OUT.partial/work/      journal.jsonl, saved hidden states, the lock
+    OUT.partial/replaced/  for a moment, the older output that --overwrite replaces
 
 The journal's first line is the run's fingerprint: a run with another recipe, model or calibration text is refused. Each
 further line says that one unit of work is on disk. A line is written and synced only after the data it speaks of.
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from .errors import SutureError
-from .writer import disk_errors
+from .writer import DISK_FULL, disk_errors
 
 
 class Staging:
@@ -35,7 +36,7 @@ class Staging:
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append one entry to the journal; returns once it is on disk."""
         with disk_errors(self.work), (self.work / "journal.jsonl").open("a") as file:
-            file.write(json.dumps(entry, sort_keys=True) + "\n")
+            file.write(json.dumps(entry) + "\n")  # keys keep their order: they go into the manifest
             file.flush()
             os.fsync(file.fileno())
         self.done.append(dict(entry))
@@ -49,20 +50,29 @@ class Staging:
         """Give the output its final name, replacing an older output as a whole, and remove what was staged."""
         with disk_errors(self.output):
             sync_tree(self.model)
-            old = self.output.with_name(self.output.name + ".old")
+            replaced = self.partial / "replaced"
             if self.output.exists():
-                shutil.rmtree(old, ignore_errors=True)
-                self.output.rename(old)
+                _remove(replaced)
+                self.output.rename(replaced)
             self.model.rename(self.output)
             sync_directory(self.output.parent)
-            shutil.rmtree(old, ignore_errors=True)
             shutil.rmtree(self.partial, ignore_errors=True)
+
+    def discard(self) -> None:
+        """Leave no trace: for a run that is refused before its work began."""
+        shutil.rmtree(self.partial, ignore_errors=True)
 
     def __enter__(self) -> Staging:
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._lock.close()
+        if isinstance(error, OSError) and error.errno in DISK_FULL:
+            with disk_errors(self.partial):
+                raise error
+
+
+_OF_A_MODEL = ("suture.json", "config.json")
 
 
 def partial_of(output: Path) -> Path:
@@ -72,15 +82,22 @@ def partial_of(output: Path) -> Path:
 def check_output(output: Path, source: Path, overwrite: bool, resume: bool) -> None:
     """Refuse an output that is, holds or lies in the input, or that exists. Touches nothing."""
     target, origin = output.resolve(), source.resolve()
-    if target == origin or (output.exists() and os.path.samefile(output, source)):
+    if target == origin or (output.exists() and output.samefile(source)):
         raise SutureError(f"output: {output} is the input itself", "choose another directory")
     if origin in target.parents or target in origin.parents:
         raise SutureError(f"output: {output} and the input {source} lie inside one another", "choose another directory")
+    if origin == partial_of(target) or partial_of(target) in origin.parents:
+        raise SutureError(f"output: {output} would be built in {partial_of(target)}, where the input is", "choose another")
     if output.exists() and not output.is_dir():
         raise SutureError(f"output: {output} is a file", "choose a directory")
     if output.exists() and any(output.iterdir()) and not overwrite:
         advice = "it is finished: nothing to resume" if resume and (output / "suture.json").exists() else "choose another"
         raise SutureError(f"output: {output} is not empty ({advice})", "--overwrite replaces it as a whole")
+    if output.exists() and any(output.iterdir()) and not any((output / name).is_file() for name in _OF_A_MODEL):
+        raise SutureError(
+            f"output: {output} is not empty and holds no model: --overwrite would remove files that are not suture's",
+            "choose another directory, or empty it yourself",
+        )
     if partial_of(output).exists() and not overwrite and not resume:
         raise SutureError(
             f"output: {partial_of(output)} holds an unfinished run",
@@ -92,17 +109,18 @@ def open_staging(output: Path, fingerprint: Mapping[str, str], overwrite: bool, 
     """Create or reopen OUT.partial. Raises SutureError when the fingerprint differs, naming what changed."""
     partial = partial_of(output)
     with disk_errors(partial):
-        if overwrite and not resume:
-            shutil.rmtree(partial, ignore_errors=True)
         (partial / "work").mkdir(parents=True, exist_ok=True)
-        (partial / "model").mkdir(exist_ok=True)
         lock = (partial / "work" / "lock").open("w")
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         lock.close()
         raise SutureError(f"output: another run is writing to {partial}", "wait for it or stop it") from error
-    entries = read_journal(partial / "work" / "journal.jsonl")
+    entries = read_journal(partial / "work" / "journal.jsonl") if resume or not overwrite else []
+    with disk_errors(partial):
+        if not entries:
+            _clear(partial, keep=Path(lock.name))
+        (partial / "model").mkdir(exist_ok=True)
     if entries:
         changed = sorted(key for key in {*fingerprint, *entries[0]} if fingerprint.get(key) != entries[0].get(key))
         if changed:
@@ -118,6 +136,21 @@ def open_staging(output: Path, fingerprint: Mapping[str, str], overwrite: bool, 
     return staging
 
 
+def _clear(partial: Path, keep: Path) -> None:
+    """Empty OUT.partial but for the lock that is held."""
+    for path in (*partial.iterdir(), *keep.parent.iterdir()):
+        if path not in (keep, keep.parent):
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """A file, a link or a directory with all it holds; nothing when there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
 def read_journal(path: Path) -> list[dict[str, Any]]:
     """Entries of a journal; a last line that a power cut tore is cut off, also on disk."""
     if not path.exists():
@@ -129,8 +162,8 @@ def read_journal(path: Path) -> list[dict[str, Any]]:
             file.truncate(len(whole))
             os.fsync(file.fileno())
     try:
-        return [json.loads(line) for line in whole.splitlines()]
-    except ValueError as error:
+        return [dict(json.loads(line)) for line in whole.splitlines()]
+    except (ValueError, TypeError) as error:
         raise SutureError(f"{path}: damaged journal", "start again with --overwrite") from error
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
 DEFAULT_SHARD_BYTES = 5_000_000_000
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class ShardWriter:
                 f"{code_of(tensor.dtype)} {list(tensor.shape)}"
             )
         raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-        self.write_bytes(name, memoryview(raw.numpy()))
+        self.write_bytes(name, raw.numpy().data)
 
     def write_bytes(self, name: str, raw: bytes | bytearray | memoryview) -> None:
         """Write a tensor's bytes as they are."""
@@ -149,10 +150,10 @@ class ShardWriter:
 
     def sync(self) -> None:
         """Return once everything written so far is on disk."""
+        files, self._dirty = sorted(self._dirty), set()  # what is written meanwhile waits for the next call
         with disk_errors(self.directory):
-            for file in sorted(self._dirty):
+            for file in files:
                 os.fsync(self._open[file])
-        self._dirty.clear()
 
     def __enter__(self) -> ShardWriter:
         return self
@@ -176,6 +177,6 @@ def disk_errors(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if error.errno in DISK_FULL:
             raise SutureError(f"{path}: the disk is full", "free some space, then run again with --resume") from error
         raise SutureError(f"{path}: {error.strerror or error}", "nothing was put under the final name") from error

@@ -35,7 +35,7 @@ class TerminalProgress:
             yield from self._lines(items, total, label)
 
     def say(self, text: str) -> None:
-        self.console.print(text, markup=False)
+        self.console.print(text, markup=False, soft_wrap=True)
 
     def _bar(self, items: Iterable[T], total: int, label: str) -> Iterator[T]:
         columns = (

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +20,30 @@ app = typer.Typer(
     help="Operate on Hugging Face LLM checkpoints; every tensor accounted for, every number with its error bar.",
 )
 
-Device = Annotated[str, typer.Option(help="auto, cpu or cuda")]
+
+class DeviceName(StrEnum):
+    """Where to compute; auto: CUDA when it is there."""
+
+    auto = "auto"
+    cpu = "cpu"
+    cuda = "cuda"
+
+
+class Method(StrEnum):
+    """The steps that quantize."""
+
+    gptq = "gptq"
+    rtn = "rtn"
+
+
+class Protocol(StrEnum):
+    """How text is cut into windows."""
+
+    doc_rolling = "doc-rolling"
+    gptq_2048 = "gptq-2048"
+
+
+Device = Annotated[DeviceName, typer.Option(help="Where to compute; auto: CUDA when it is there.")]
 Json = Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output as a whole.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
@@ -32,10 +57,10 @@ def run(
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key.")] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
-    device: Device = "auto",
+    device: Device = DeviceName.auto,
 ) -> None:
     """Run a recipe: read, change, write, verify, report."""
-    with _messages():
+    with _messages(_RESUME):
         from ..pipeline.recipe import load_recipe
 
         _run(load_recipe(recipe, _overrides(set_, output)), device, overwrite, resume)
@@ -46,7 +71,7 @@ def plan(
     recipe: Annotated[Path, typer.Argument(help="YAML file")],
     output: Annotated[Path | None, typer.Option(help="Directory to write, instead of the recipe's.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key.")] = None,
-    device: Device = "auto",
+    device: Device = DeviceName.auto,
     as_json: Json = False,
 ) -> None:
     """Say what a recipe will do, with sizes, memory, time and refusals; do nothing."""
@@ -63,8 +88,8 @@ def plan(
 def quantize(
     model: Annotated[str, typer.Argument(help="directory, hub id, or builtin:tiny")],
     output: Annotated[Path, typer.Argument(help="directory to write")],
-    method: Annotated[str, typer.Option(help="gptq or rtn")] = "gptq",
-    bits: Annotated[int, typer.Option(help="2..8")] = 4,
+    method: Annotated[Method, typer.Option(help="How to round; gptq needs --calibration.")] = Method.gptq,
+    bits: Annotated[int, typer.Option(help="bits per weight", min=2, max=8)] = 4,
     group_size: Annotated[int, typer.Option(help="inputs per scale; -1: one scale per channel")] = 128,
     asymmetric: Annotated[bool, typer.Option("--asymmetric", help="With zero points.")] = False,
     targets: Annotated[list[str] | None, typer.Option(help="Layers to quantize; may be given again.")] = None,
@@ -76,22 +101,22 @@ def quantize(
     report: Annotated[str | None, typer.Option(help="Held-out text to score base and output on.")] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
-    device: Device = "auto",
+    device: Device = DeviceName.auto,
     download: Download = False,
 ) -> None:
     """Quantize a model in one step."""
-    with _messages():
+    with _messages(_RESUME):
         from ..pipeline.recipe import make_recipe
 
         settings: dict[str, Any] = {"bits": bits, "group_size": group_size, "symmetric": not asymmetric}
         settings |= {key: value for key, value in (("targets", targets), ("ignore", ignore)) if value}
-        content: dict[str, Any] = {"model": model, "output": str(output), "steps": [{method: settings}]}
+        content: dict[str, Any] = {"model": model, "output": str(output), "steps": [{method.value: settings}]}
         content["download"] = download
         if calibration is not None:
             content["calibration"] = {"data": calibration, "samples": samples, "length": length, "seed": seed}
         if report is not None:
             content["report"] = {"data": report}
-        _run(make_recipe(content, "suture quantize"), device, overwrite, resume)
+        _run(make_recipe(content), device, overwrite, resume)
 
 
 @app.command()
@@ -100,12 +125,12 @@ def report(
     candidates: Annotated[list[str], typer.Argument(help="one or more models to score against it")],
     data: Annotated[str, typer.Option(help="held-out text: builtin:holmes, a file, hf:NAME:SPLIT")],
     output: Annotated[Path | None, typer.Option(help="directory for report.json and report.md")] = None,
-    protocol: Annotated[str, typer.Option(help="doc-rolling or gptq-2048")] = "doc-rolling",
+    protocol: Annotated[Protocol, typer.Option(help="How text is cut into windows.")] = Protocol.doc_rolling,
     window: Annotated[int | None, typer.Option(help="tokens per window")] = None,
     max_windows: Annotated[int | None, typer.Option(help="score only so many windows")] = None,
     split: Annotated[str | None, typer.Option(help="regular expression that begins a document")] = None,
     column: Annotated[str | None, typer.Option(help="column of the text")] = None,
-    device: Device = "auto",
+    device: Device = DeviceName.auto,
     as_json: Json = False,
 ) -> None:
     """Score models against a base on identical tokens, with paired intervals."""
@@ -113,7 +138,7 @@ def report(
         from ..pipeline.api import compare
         from .console import TerminalProgress
 
-        settings = {"protocol": protocol, "window": window, "max_windows": max_windows, "split": split}
+        settings = {"protocol": protocol.value, "window": window, "max_windows": max_windows, "split": split}
         for number, candidate in enumerate(candidates):
             target = output if output is None or len(candidates) == 1 else output / f"{number + 1}-{Path(candidate).name}"
             compared = compare(
@@ -184,13 +209,11 @@ def _run(recipe: Any, device: str, overwrite: bool, resume: bool) -> None:
 
 
 def _overrides(pairs: list[str] | None, output: Path | None) -> dict[str, str]:
-    from ..checkpoint.errors import SutureError
-
     overrides: dict[str, str] = {}
     for pair in pairs or []:
         key, equals, value = pair.partition("=")
         if not equals:
-            raise SutureError(f"--set {pair}: expected KEY=VALUE", "for example --set steps.0.gptq.bits=3")
+            raise typer.BadParameter(f"{pair}: expected KEY=VALUE, for example --set steps.0.gptq.bits=3")
         overrides[key] = value
     if output is not None:
         overrides["output"] = json.dumps(str(output.absolute()))
@@ -204,20 +227,43 @@ def _show(content: dict[str, Any], as_json: bool, printer: Callable[[dict[str, A
         printer(content)
 
 
+_RESUME = "; --resume goes on with what is done"
+
+
+class _Terminated(BaseException):
+    """SIGTERM, which ends a command as Ctrl-C does: with a message, and with nothing half done."""
+
+
 @contextmanager
-def _messages() -> Iterator[None]:
-    """Users' mistakes end in one sentence and exit code 1; an interrupt says how to go on."""
+def _messages(advice: str = "") -> Iterator[None]:
+    """Users' mistakes end in one sentence and exit code 1; an interrupt says how to go on (`advice`)."""
     from ..checkpoint.errors import SutureError
 
     _quiet_libraries()
+    signal.signal(signal.SIGTERM, _terminate)
     try:
         yield
     except SutureError as error:
-        print(f"suture: {error}", file=sys.stderr)
-        raise typer.Exit(1) from None
+        raise _end(str(error), 1) from None
+    except BrokenPipeError:  # `suture ... | head`: typer ends it quietly
+        raise
+    except OSError as error:
+        where = f"{error.filename}: " if error.filename is not None else ""
+        raise _end(f"{where}{error.strerror or error}", 1) from None
     except KeyboardInterrupt:
-        print("suture: interrupted; --resume goes on with what is done", file=sys.stderr)
-        raise typer.Exit(130) from None
+        raise _end(f"interrupted{advice}", 128 + signal.SIGINT) from None
+    except _Terminated:
+        raise _end(f"terminated{advice}", 128 + signal.SIGTERM) from None
+
+
+def _terminate(number: int, frame: object) -> None:
+    raise _Terminated
+
+
+def _end(message: str, code: int) -> typer.Exit:
+    """Say one line on stderr; the exception that ends the command."""
+    print(f"suture: {' '.join(message.split())}", file=sys.stderr)
+    return typer.Exit(code)
 
 
 def _quiet_libraries() -> None:

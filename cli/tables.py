@@ -106,7 +106,7 @@ def print_inspection(facts: dict[str, Any]) -> None:
 def _warn(warnings: Any) -> None:
     console = _console()
     for warning in warnings:
-        console.print(f"note: {warning}", markup=False)
+        console.print(f"note: {warning}", markup=False, soft_wrap=True)
 
 
 def megabytes(count: int) -> str:

@@ -6,7 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ..checkpoint.reader import open_checkpoint
+from ..calibrate.skeleton import open_skeleton
+from ..checkpoint.errors import SutureError
+from ..checkpoint.manifest import MANIFEST, read_manifest
+from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..quant.decode import dense_view
 from ..report.document import Report, make_report, write_report
 from ..report.score import score
@@ -15,7 +18,7 @@ from .progress import Progress, Silent
 from .recipe import Recipe, ReportSettings, load_recipe, make_recipe
 from .run import Run
 from .run import run as _run
-from .texts import evaluation_text, text_model
+from .texts import Evaluation, evaluation_text, text_model
 
 
 def run(recipe: str | Path | Recipe | Mapping[str, Any], **options: Any) -> Run:
@@ -76,16 +79,12 @@ def compare(
     ).report
     assert isinstance(wanted, ReportSettings)
     checkpoints = {"base": open_checkpoint(base), "candidate": open_checkpoint(candidate)}
-    from ..calibrate.skeleton import open_skeleton
-
     skeletons = {
         name: open_skeleton(dense_view(checkpoint), device=choose_device(device))
         for name, checkpoint in checkpoints.items()
     }
     rows = {name: s.source.shapes[s.layout.embedding][0] for name, s in skeletons.items()}
     if rows["base"] != rows["candidate"]:
-        from ..checkpoint.errors import SutureError
-
         raise SutureError(
             f"{base} has a vocabulary of {rows['base']}, {candidate} of {rows['candidate']}: their tokens are not the same",
             "compare models with one tokenizer",
@@ -97,6 +96,8 @@ def compare(
         name: score(skeleton, evaluation.windows, progress.track, f"score {name}")
         for name, skeleton in skeletons.items()
     }
+    record = _manifest(checkpoints["candidate"])
+    calibration = record.get("calibration")
     report = make_report(
         base=checkpoints["base"],
         candidate=checkpoints["candidate"],
@@ -104,11 +105,23 @@ def compare(
         nll=nll,
         protocol=evaluation.describe() | {"dtype": "float32"},
         level=wanted.level,
-        warnings=(),
-        modules={},
+        warnings=_same_text(calibration, evaluation),
+        calibration=calibration,
+        modules=record.get("modules", {}),
         steps=[("compare", {"candidate": checkpoints["candidate"].source})],
     )
     if output is not None:
         Path(output).mkdir(parents=True, exist_ok=True)
         write_report(report, Path(output))
     return report
+
+
+def _manifest(checkpoint: Checkpoint) -> dict[str, Any]:
+    """What suture wrote down when it made the checkpoint; empty when something else made it."""
+    return read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).is_file() else {}
+
+
+def _same_text(calibration: Mapping[str, Any] | None, evaluation: Evaluation) -> tuple[str, ...]:
+    if calibration is None or calibration["content_sha256"] != evaluation.documents.sha256:
+        return ()
+    return (f"the candidate was calibrated on this very text ({evaluation.documents.source}): the result is flattered",)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,6 +64,7 @@ class Plan:
     batch: int
     estimate: Estimate
     warnings: tuple[str, ...]
+    verify_blocks: int = 0  # blocks that verification reloads
 
     @property
     def output(self) -> Path:
@@ -96,7 +97,7 @@ def make_plan(
     estimate = _estimate(recipe, checkpoint, skeleton, steps, calibration, batch)
     warnings = [*checkpoint.notes, *(note for step in steps for note in step.prepared.notes)]
     warnings += _warnings(recipe, skeleton, steps, calibration, evaluation, needy, estimate)
-    return Plan(
+    plan = Plan(
         recipe=recipe,
         checkpoint=checkpoint,
         skeleton=skeleton,
@@ -109,6 +110,7 @@ def make_plan(
         estimate=estimate,
         warnings=tuple(dict.fromkeys(warnings)),
     )
+    return replace(plan, verify_blocks=_verify_blocks(plan))
 
 
 def choose_device(name: str) -> torch.device:
@@ -241,28 +243,27 @@ def _reclaimable(output: Path) -> int:
 def _measured_flops() -> float:
     """Multiply-adds per second, twice, of a product of ordinary size on this machine."""
     a, b = torch.ones(1024, 1024), torch.ones(1024, 1024)
-    a @ b
+    torch.mm(a, b)
     start = time.perf_counter()
     for _ in range(3):
-        a @ b
+        torch.mm(a, b)
     return 3 * 2 * 1024**3 / max(time.perf_counter() - start, 1e-6)
 
 
 def probe_ids(plan: Plan) -> torch.Tensor:
-    """Token ids [B, T] whose logits verification compares: real text when the recipe has some, else spread over the
-    vocabulary."""
+    """Token ids [B, T] whose logits verification compares: calibration text, else ids spread over the vocabulary.
+
+    Never the report's text: a resumed run may have another report, and must find the same probe.
+    """
     length = min(128, plan.text.max_positions or 128)
     if plan.calibration is not None:
         return torch.from_numpy(plan.calibration.blocks.ids[:2, :length].copy())
-    if plan.evaluation is not None:
-        longest = max(plan.evaluation.windows.ids, key=lambda ids: ids.size)
-        return torch.from_numpy(longest[:length].copy())[None]
     generator = torch.Generator().manual_seed(0)
     return torch.randint(0, plan.text.vocabulary, (2, length), generator=generator)
 
 
-def verify_blocks(plan: Plan) -> int:
-    """Blocks that verification reloads: all, or as many as fit in the memory at hand."""
+def _verify_blocks(plan: Plan) -> int:
+    """All blocks, or as many as fit in the memory at hand."""
     n = plan.steps[-1].prepared.n_blocks
     dense = 2 * 4 * sum(_numel(shape) for shape in plan.checkpoint.shapes.values())  # stored and float32 together
     available = plan.estimate.available_memory * 0.6

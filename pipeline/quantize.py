@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -73,6 +74,7 @@ def prepare(source: TensorSource, settings: RTNSettings) -> QuantizePlan:
         accounts=accounts,
         notes=_notes(layout, selection),
         n_blocks=len(layout.blocks),
+        skipped=selection.skipped,
         layout=layout,
         selection=selection,
     )
@@ -126,12 +128,9 @@ def run(work: StepRun, plan: QuantizePlan, settings: RTNSettings) -> StepResult:
             run_block(skeleton, index, streams.probe)
             records = _write_block(work, skeleton, index, layers, writer)
             skeleton.free_block(index)
-            streams.save(index)
-            writer.sync()
-            work.staging.record({"step": work.key, "block": index, "modules": records})
-            streams.forget(index - 1)
+            streams.save(index, writer, {"step": work.key, "block": index, "modules": records})
             modules |= records
-        streams.resume_after(skeleton.n_blocks - 1)
+        streams.wait()
     return StepResult(modules, streams.expected(plan.n_blocks))
 
 
@@ -189,8 +188,10 @@ class _Streams:
 
     def __init__(self, work: StepRun, skeleton: Skeleton, calibrated: bool) -> None:
         self.work, self.skeleton = work, skeleton
-        self.at = -1  # block whose outputs the streams hold; -1: embeddings; None-like -2: not started
+        self.at = -1  # block whose outputs the streams hold; -1: embeddings
         self._started = False
+        self._saver = ThreadPoolExecutor(1, "suture-save")
+        self._saving: Future[None] | None = None
         self.calibration: Stream | None = None
         if calibrated:
             assert work.text is not None
@@ -215,12 +216,27 @@ class _Streams:
                 stream.restore(self._file(name, block))
         self._started, self.at = True, block
 
-    def save(self, block: int) -> None:
+    def save(self, block: int, writer: ShardWriter, entry: dict[str, Any]) -> None:
+        """Put what block `block` left on disk and journal it, while the next block computes."""
+        self.wait()
         self.at = block
+        self._saving = self._saver.submit(self._save, block, writer, entry)
+        for _, stream in self._all():
+            stream.saving = self._saving
+
+    def _save(self, block: int, writer: ShardWriter, entry: dict[str, Any]) -> None:
         for name, stream in self._all():
             stream.save(self._file(name, block))
+        writer.sync()
+        self.work.staging.record(entry)
+        self._forget(block - 1)
 
-    def forget(self, block: int) -> None:
+    def wait(self) -> None:
+        """Return once everything saved so far is on disk and in the journal."""
+        if self._saving is not None:
+            self._saving.result()
+
+    def _forget(self, block: int) -> None:
         for name, _ in self._all():
             if block != self.work.verify_blocks - 1 or name != "probe":
                 with contextlib.suppress(FileNotFoundError):

@@ -10,9 +10,9 @@ import io
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..checkpoint.errors import SutureError, did_you_mean
 from .steps import STEPS
@@ -58,6 +58,17 @@ class ReportSettings(TextSettings):
         return self
 
 
+def _known_step(step: Any) -> Any:
+    if isinstance(step, str):
+        raise ValueError(f"write '- {step}: {{}}'")
+    if not isinstance(step, Mapping) or len(step) != 1:
+        raise ValueError("one step is one {name: {settings}}")
+    name = next(iter(step))
+    if name not in STEPS:
+        raise ValueError(f"unknown step '{name}'{did_you_mean(str(name), STEPS)}; known: {', '.join(STEPS)}")
+    return step
+
+
 class Recipe(_Strict):
     """What to do to which model, from reading to report."""
 
@@ -65,7 +76,9 @@ class Recipe(_Strict):
     revision: str | None = Field(None, description="commit, branch or tag of a hub id")
     download: bool = Field(False, description="allow the network for a hub id that is not in the cache")
     calibration: CalibrationSettings | None = None
-    steps: list[dict[str, Any]] = Field(min_length=1, description="one entry per step: {name: {settings}}")
+    steps: list[Annotated[dict[str, Any], BeforeValidator(_known_step)]] = Field(
+        min_length=1, description="one entry per step: {name: {settings}}"
+    )
     report: ReportSettings | None = None
     output: str = Field(min_length=1, description="directory to write; must not exist")
     max_shard_size: int = Field(5_000_000_000, ge=1_000, description="bytes per weight file")
@@ -73,29 +86,12 @@ class Recipe(_Strict):
         "auto", description="reload all of it, or only as many blocks as fit in memory; auto: all when it fits"
     )
 
-    @field_validator("steps", mode="before")
-    @classmethod
-    def _steps_are_known(cls, steps: Any) -> Any:
-        if not isinstance(steps, list):
-            raise ValueError("steps is a list of {name: {settings}}")
-        for i, step in enumerate(steps):
-            if isinstance(step, str):
-                raise ValueError(f"steps[{i}]: write '- {step}: {{}}'")
-            if not isinstance(step, Mapping) or len(step) != 1:
-                raise ValueError(f"steps[{i}]: one step is one {{name: {{settings}}}}")
-            name = next(iter(step))
-            if name not in STEPS:
-                raise ValueError(
-                    f"steps[{i}]: unknown step '{name}'{did_you_mean(str(name), STEPS)}; known: {', '.join(STEPS)}"
-                )
-        return steps
-
     def resolved_steps(self) -> list[tuple[str, BaseModel]]:
         """Each step's name and validated settings."""
         resolved = []
         for i, step in enumerate(self.steps):
             name, settings = next(iter(step.items()))
-            resolved.append((name, _validate(STEPS[name].settings, settings or {}, f"steps[{i}].{name}", None)))
+            resolved.append((name, _validate(STEPS[name].settings, settings, "recipe", None, f"steps[{i}].{name}")))
         return resolved
 
     def to_yaml(self) -> str:
@@ -118,21 +114,38 @@ def load_recipe(path: Path, overrides: Mapping[str, str] | None = None) -> Recip
     if not path.is_file():
         raise SutureError(f"{path}: no such recipe file", "recipes/quickstart.yaml in the repository is a working one")
     content = _parse(path.read_bytes(), str(path))
+    _refuse_empty_sections(content, str(path))
     for key, text in (overrides or {}).items():
         _override(content, key, _parse(f"value: {text}".encode(), f"--set {key}")["value"])
     recipe = _validate(Recipe, _plain(content), str(path), content)
     assert isinstance(recipe, Recipe)
     for i, step in enumerate(recipe.steps):  # settings are checked here, where lines are known
         name, settings = next(iter(step.items()))
-        _validate(STEPS[name].settings, settings or {}, f"{path}: steps[{i}].{name}", content["steps"][i][name] or {})
+        source = content["steps"][i]
+        _validate(STEPS[name].settings, settings, str(path), source[name], f"steps[{i}].{name}", _line(source, [name]))
     return _relative_to(recipe, path.parent)
+
+
+def _refuse_empty_sections(content: Any, where: str) -> None:
+    """A key with nothing after it is a section whose lines got lost; `--set KEY=null` removes one on purpose."""
+    for key, value in content.items():
+        if value is None:
+            raise SutureError(
+                f"{where}: line {_line(content, [key])}: {key}: there is nothing in it", "remove the key or give it a value"
+            )
 
 
 def _relative_to(recipe: Recipe, directory: Path) -> Recipe:
     """Paths in a recipe file are relative to the file."""
     changes: dict[str, Any] = {"output": _absolute(directory, recipe.output)}
-    if recipe.model.startswith(("./", "../", "~")) or (directory / recipe.model).is_dir():
-        changes["model"] = _absolute(directory, recipe.model)
+    if not recipe.model.startswith("builtin:"):
+        if recipe.model.startswith((".", "~")) or recipe.model.count("/") > 1 or (directory / recipe.model).is_dir():
+            changes["model"] = _absolute(directory, recipe.model)
+        elif Path(recipe.model).is_dir():
+            raise SutureError(
+                f"model: {recipe.model} is a directory here, but not beside the recipe, in {directory.absolute()}",
+                "paths in a recipe are relative to it: write the path from there, or an absolute one",
+            )
     for key in ("calibration", "report"):
         text = getattr(recipe, key)
         if text is not None and not text.data.startswith(("builtin:", "hf:")):
@@ -141,7 +154,7 @@ def _relative_to(recipe: Recipe, directory: Path) -> Recipe:
 
 
 def _absolute(directory: Path, path: str) -> str:
-    return os.path.abspath(directory / Path(path).expanduser())
+    return os.path.abspath(directory / Path(path).expanduser())  # noqa: PTH100  # resolve() would follow links
 
 
 def _parse(raw: bytes, where: str) -> Any:
@@ -152,13 +165,13 @@ def _parse(raw: bytes, where: str) -> Any:
         content = YAML(typ="rt").load(io.BytesIO(raw))
     except MarkedYAMLError as error:
         mark = error.problem_mark
-        line = f" line {mark.line + 1}" if mark is not None else ""
+        line = f" line {mark.line + 1}:" if mark is not None else ""
         problem = " ".join(str(error.problem).split())
         raise SutureError(f"{where}:{line} {problem}", "correct the YAML") from error
     except (YAMLError, UnicodeDecodeError, ValueError) as error:
         raise SutureError(f"{where}: not YAML: {' '.join(str(error).split())[:200]}", "correct the file") from error
     if not isinstance(content, Mapping):
-        found = "empty" if content is None else f"a {type(content).__name__}"
+        found = "empty" if content is None else "a list" if isinstance(content, list) else "a single value"
         raise SutureError(f"{where}: a recipe is a mapping of keys, this one is {found}", "begin with `model: ...`")
     return content
 
@@ -189,24 +202,29 @@ def _override(content: Any, key: str, value: Any) -> None:
     at[last] = value
 
 
-def _validate(model: type[BaseModel], data: Any, where: str, source: Any) -> BaseModel:
+def _validate(
+    model: type[BaseModel], data: Any, where: str, source: Any, prefix: str = "", line: int | None = None
+) -> BaseModel:
+    """`data` as `model`. `where`, `prefix` and `line` say in messages whose settings these are."""
     if not isinstance(data, Mapping):
-        raise SutureError(f"{where}: expected settings, found {data!r}", "write {} for the defaults")
+        place = f"{where}: {f'line {line}: ' if line else ''}{prefix}"
+        raise SutureError(f"{place}: expected settings, found {_plain(data)!r}", "write {} for the defaults")
     try:
         return model.model_validate(_plain(data))
     except ValidationError as error:
-        problems = [_explain(model, problem, where, source) for problem in error.errors()]
+        problems = [_explain(model, problem, where, source, prefix) for problem in error.errors()]
         raise SutureError("; ".join(problems), "nothing was read or written") from None
 
 
-def _explain(model: type[BaseModel], problem: Any, where: str, source: Any) -> str:
+def _explain(model: type[BaseModel], problem: Any, where: str, source: Any, prefix: str) -> str:
     path = [part for part in problem["loc"] if not str(part).startswith("function-")]
-    key = ".".join(str(part) for part in path)
+    key = prefix + "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     line = _line(source, path)
-    at = f"{where}: {f'line {line}: ' if line else ''}{key}".rstrip(": ")
+    at = f"{where}: {f'line {line}: ' if line else ''}{key.lstrip('.')}".rstrip(": ")
     if problem["type"] == "extra_forbidden":
         known = _fields(model, path[:-1])
-        return f"{at}: unknown key{did_you_mean(str(path[-1]), known)}; known keys: {', '.join(known)}"
+        near = did_you_mean(str(path[-1]), known) or _belongs(str(path[-1]))
+        return f"{at}: unknown key{near}; known keys: {', '.join(known)}"
     if problem["type"] == "missing":
         return f"{at}: missing"
     message = problem["msg"].removeprefix("Value error, ")
@@ -224,6 +242,15 @@ def _fields(model: type[BaseModel], path: list[Any]) -> list[str]:
             return []
         model = inner[0]
     return list(model.model_fields)
+
+
+def _belongs(key: str) -> str:
+    """` (it belongs to calibration)` for a key written at the wrong level, or an empty string."""
+    sections: dict[str, type[BaseModel]] = {"calibration": CalibrationSettings, "report": ReportSettings}
+    sections |= {f"steps' {name}": kind.settings for name, kind in STEPS.items()}
+    homes = [name for name, model in sections.items() if key in model.model_fields]
+    homes += ["the top level"] if key in Recipe.model_fields else []
+    return f" (it belongs to {' or '.join(homes)})" if homes else ""
 
 
 def _line(source: Any, path: list[Any]) -> int | None:

@@ -22,7 +22,7 @@ def load_and_run(model_dir: str, ids: Tensor) -> dict[str, Any]:
 
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True, trust_remote_code=False)
     auto = AutoModelForCausalLM if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING else AutoModelForImageTextToText
-    model, info = auto.from_pretrained(
+    model, info = auto.from_pretrained(  # type: ignore[misc]  # a pair, because of output_loading_info
         model_dir, dtype="auto", output_loading_info=True, local_files_only=True, trust_remote_code=False
     )
     with torch.no_grad():

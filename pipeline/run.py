@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import io
 import json
-import tempfile
+import shutil
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +35,7 @@ from ..quant.settings import RTNSettings
 from ..report.document import REPORT_FILES, Report, make_report, write_report
 from ..report.score import score
 from . import quantize
-from .plan import Plan, make_plan, probe_ids, verify_blocks
+from .plan import Plan, make_plan, probe_ids
 from .progress import Progress, Silent
 from .recipe import Recipe
 from .step import StepResult, StepRun
@@ -68,11 +71,11 @@ def run(
     clock = _Clock()
     plan = make_plan(recipe, device, overwrite, resume)
     clock.lap("plan")
-    progress.say(f"preflight: block 0 of {plan.checkpoint.source} through rounding, writing and reloading")
-    preflight(plan)
-    clock.lap("preflight")
     hashes = {path.name: sha256_file(path) for path in plan.checkpoint.weight_files}
+    clock.lap("hashes")
     with open_staging(plan.output, fingerprint(plan, hashes), overwrite, resume) as staging:
+        plan = _begin(plan, staging, progress)
+        clock.lap("preflight")
         results = _run_steps(plan, staging, progress)
         clock.lap("steps")
         progress.say("verify: reloading with stock transformers")
@@ -99,12 +102,13 @@ class _Clock:
 
 
 def fingerprint(plan: Plan, weights: dict[str, str]) -> dict[str, str]:
-    """What must be equal for a run to be resumed. The output's place and the progress display are not part of it."""
-    content = plan.recipe.model_dump(exclude={"output", "steps", "report", "verify"})
+    """What must be equal for a run to be resumed. The output's place, the report and progress are not part of it."""
+    content = plan.recipe.model_dump(exclude={"output", "steps", "report"})
     content["steps"] = [{step.name: step.settings.model_dump()} for step in plan.steps]
     return {
         "suture": __version__,
         "torch": torch.__version__,
+        "transformers": version("transformers"),
         "recipe": _digest(content),
         "model": _digest([sorted(weights.items()), plan.checkpoint.config]),
         "calibration text": plan.calibration.blocks.sha256 if plan.calibration else "none",
@@ -119,25 +123,39 @@ def _digest(content: Any) -> str:
 # -- preflight ---------------------------------------------------------------------------------------------------------
 
 
-def preflight(plan: Plan) -> None:
+def _begin(plan: Plan, staging: Staging, progress: Progress) -> Plan:
+    """Preflight, unless the run that is resumed has passed it. The plan, with what that run had decided."""
+    begun = staging.find(unit="begun")
+    if begun is None:
+        progress.say(f"preflight: block 0 of {plan.checkpoint.source} through rounding, writing and reloading")
+        try:
+            preflight(plan, staging.work / "preflight")
+        except BaseException:
+            staging.discard()
+            raise
+        begun = {"unit": "begun", "verify_blocks": plan.verify_blocks}
+        staging.record(begun)
+    return replace(plan, verify_blocks=begun["verify_blocks"])
+
+
+def preflight(plan: Plan, scratch: Path) -> None:
     """Take the first block through the last step's rounding, packing, writing and a reload, before the hours."""
     last = plan.steps[-1]
     if not isinstance(last.settings, RTNSettings) or len(plan.steps) > 1:
         return
     data_free = RTNSettings(**{key: getattr(last.settings, key) for key in RTNSettings.model_fields})
     data_free = data_free.model_copy(update={"search": False, "targets": ["all-linear"], "ignore": []})
-    plan.output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="suture-preflight-", dir=plan.output.parent) as scratch:
-        small = _one_block(plan)
-        prepared = quantize.prepare(small, data_free)
-        one = replace(plan, checkpoint=small, calibration=None, evaluation=None)
-        output = Path(scratch) / "out"
-        with open_staging(output, {"preflight": "1"}, False, False) as staging:
-            work = _step_run(one, staging, "preflight", 1, 0, small, plan_shards(prepared.specs), Silent())
-            result = quantize.run(replace(work, text=None), prepared, data_free)
-            write_whole(staging.model / "config.json", to_json(prepared.config))
-            found = reload_here(staging.model, work.probe)
-            check_reload(found, work.probe, result.expected, ())
+    shutil.rmtree(scratch, ignore_errors=True)
+    small = _one_block(plan)
+    prepared = quantize.prepare(small, data_free)
+    one = replace(plan, checkpoint=small, calibration=None, evaluation=None)
+    with open_staging(scratch / "out", {"preflight": "1"}, False, False) as staging:
+        work = _step_run(one, staging, "preflight", 1, 0, small, plan_shards(prepared.specs), Silent())
+        result = quantize.run(replace(work, text=None), prepared, data_free)
+        write_whole(staging.model / "config.json", to_json(prepared.config))
+        found = reload_here(staging.model, work.probe)
+        check_reload(found, work.probe, result.expected, ())
+    shutil.rmtree(scratch)
 
 
 def _one_block(plan: Plan) -> Checkpoint:
@@ -197,7 +215,7 @@ def _step_run(
         paused=plan.estimate.paused,
         budget=plan.estimate.available_memory // 4,
         probe=probe_ids(plan),
-        verify_blocks=verify_blocks(plan),
+        verify_blocks=plan.verify_blocks,
         progress=progress,
         device=plan.device,
     )
@@ -213,13 +231,21 @@ def _verify(plan: Plan, staging: Staging, result: StepResult) -> dict[str, Any]:
     written = reopen(staging.model)
     prepared = plan.steps[-1].prepared
     account_for(plan.checkpoint.tensors, written.tensors, _accounts(plan))
-    n = verify_blocks(plan)
+    n = plan.verify_blocks
     directory = staging.model
     if n < prepared.n_blocks:
         directory = first_blocks(written, n, _first_tensors(plan, written, n), staging.work / "first-blocks")
-    allowed = plan.skeleton.layout.unknown
+    allowed = (*plan.skeleton.layout.unknown, *_later_blocks(plan, n))
     record = reload_and_compare(directory, staging.work, probe_ids(plan), result.expected, allowed)
     return {"blocks": n, "of_blocks": prepared.n_blocks, **record}
+
+
+def _later_blocks(plan: Plan, n: int) -> Iterator[str]:
+    """How the names of tensors of blocks from `n` on begin: their files also hold earlier ones, so a loader sees them."""
+    layout = plan.skeleton.layout
+    for index in range(n, len(layout.blocks)):
+        yield layout.block_prefix(index)
+        yield f"{layout.disk_stem}{layout.family.blocks}.{index}."
 
 
 def _first_tensors(plan: Plan, written: Checkpoint, n: int) -> frozenset[str]:
@@ -240,6 +266,9 @@ def _superseded() -> frozenset[str]:
 
 
 def _report(plan: Plan, staging: Staging, results: list[StepResult], progress: Progress) -> Report | None:
+    for name in REPORT_FILES:  # of the run that is resumed, whose report may have been another
+        for stale in (staging.model / name, staging.model / f"{name}.tmp"):
+            stale.unlink(missing_ok=True)
     if plan.evaluation is None or plan.recipe.report is None:
         return None
     windows = plan.evaluation.windows
@@ -251,8 +280,9 @@ def _report(plan: Plan, staging: Staging, results: list[StepResult], progress: P
             skeleton = open_skeleton(dense_view(checkpoint), device=plan.device)
             spill = staging.work / f"score-{name}.bin"
             nll[name] = score(skeleton, windows, progress.track, f"score {name}", budget, spill)
-            with saved.open("wb") as file:
-                np.save(file, nll[name])
+            buffer = io.BytesIO()
+            np.save(buffer, nll[name])
+            write_whole(saved, buffer.getvalue())
             staging.record({"unit": saved.name})
         else:
             nll[name] = np.load(saved)
@@ -265,6 +295,7 @@ def _report(plan: Plan, staging: Staging, results: list[StepResult], progress: P
         protocol=plan.evaluation.describe() | {"dtype": "float32"},
         level=plan.recipe.report.level,
         warnings=plan.warnings,
+        calibration=plan.calibration.describe() if plan.calibration else None,
         modules=results[-1].modules,
         steps=[(step.name, step.settings.model_dump()) for step in plan.steps],
     )
@@ -297,7 +328,7 @@ def _finish(
         "config_edits": _config_edits(plan.checkpoint.config, plan.steps[-1].prepared.config),
         "side_files": sorted(path.name for path in plan.checkpoint.side_files if path.name not in _superseded()),
         "modules": modules,
-        "skipped_layers": dict(getattr(plan.steps[-1].prepared, "selection").skipped) if modules else {},
+        "skipped_layers": dict(plan.steps[-1].prepared.skipped) if modules else {},
         "fallbacks": {name: record["fallback"] for name, record in modules.items() if record.get("fallback")},
         "expert_tokens": _expert_tokens(plan, modules),
         "notes": list(plan.warnings),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ class Prepared:
     accounts: dict[str, Account]  # for every tensor of the input
     notes: tuple[str, ...]
     n_blocks: int
+    skipped: dict[str, str] = field(default_factory=dict)  # layers that the step could have changed -> why not
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import shutil
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from ..checkpoint.manifest import to_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from .reload import load_and_run
 
+_FILE_BYTES = 1 << 16  # of a saved tensor beside its numbers
 TOLERANCE = 1e-3  # of the largest logit, both sides in float32: rounding of another order of the same sums
 
 
@@ -26,12 +28,15 @@ def reload_and_compare(
 ) -> dict[str, Any]:
     """Verification record; raises SutureError when the output does not load or gives other logits.
 
-    `allowed`: tensors that the input had beyond what the model uses, so that the loader may call them unexpected.
+    `allowed`: what the loader may call unexpected: tensors that the input had beyond what the model uses, and, ending
+    with a dot, beginnings of names.
     """
     directory, work = directory.absolute(), work.absolute()
     ids_file, out_file = work / "probe.pt", work / "reloaded.pt"
-    torch.save(probe, ids_file)
     out_file.unlink(missing_ok=True)
+    if shutil.disk_usage(work).free < 2 * expected.numel() * 4 + 16 * probe.numel() + _FILE_BYTES:
+        raise SutureError(f"{work}: the disk is full", "free some space, then run again with --resume")
+    torch.save(probe, ids_file)
     command = [sys.executable, "-m", "suture.pipeline.reload", str(directory), str(ids_file), str(out_file)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=work, check=False)
     if done.returncode != 0 or not out_file.exists():
@@ -53,7 +58,8 @@ def reload_here(directory: Path, probe: Tensor) -> dict[str, Any]:
 def check_reload(found: dict[str, Any], probe: Tensor, expected: Tensor, allowed: tuple[str, ...]) -> dict[str, Any]:
     """Verification record from what `reload.load_and_run` found; raises SutureError when anything is off."""
     problems = {kind: found[kind] for kind in ("missing", "mismatched") if found[kind]}
-    strangers = [name for name in found["unexpected"] if name not in allowed]
+    beginnings = tuple(name for name in allowed if name.endswith("."))
+    strangers = [name for name in found["unexpected"] if name not in allowed and not name.startswith(beginnings)]
     if problems or strangers:
         raise SutureError(f"the output loads with problems: {problems or strangers[:3]}", "please report this")
     return compare(found["logits"], expected) | {

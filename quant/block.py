@@ -76,11 +76,6 @@ def gptq_block(
         expected = stages[stage][0].in_features
         by_expert = enumerate(inputs) if isinstance(inputs, list) else [(None, inputs)]
         for expert, x in by_expert:
-            if not bool(torch.isfinite(x).all()):
-                raise SutureError(
-                    f"{stages[stage][0].name}: its inputs hold NaN or infinite values on the calibration text",
-                    "a weight before it overflows: check the checkpoint",
-                )
             if expert not in moments:
                 moments[expert] = SecondMoment.zeros(expected, getattr(torch, settings.hessian), skeleton.device)
             moments[expert].add(x)
@@ -107,6 +102,11 @@ def _gptq_sharing_inputs(
     """Layers with the same inputs share H, so their rows go through GPTQ together; rows do not feel one another."""
     weights = [_weight(skeleton, linear) for linear in linears]
     hessian = moment.hessian()
+    if not bool(torch.isfinite(hessian).all()):
+        raise SutureError(
+            f"{linears[0].name}: its inputs on the calibration text hold NaN or values too large for float32",
+            "a layer before it overflows: check the checkpoint",
+        )
     options = GPTQOptions(
         settings.scheme, settings.damp, actorder=settings.actorder == "static", search=settings.range_search
     )

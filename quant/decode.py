@@ -29,8 +29,9 @@ class DenseView:
     def source(self) -> str:
         return self.checkpoint.source
 
-    @cached_property
+    @property
     def config(self) -> dict[str, Any]:
+        """The raw config without its `quantization_config`."""
         return {key: value for key, value in self.checkpoint.config.items() if key != "quantization_config"}
 
     @cached_property
@@ -38,15 +39,21 @@ class DenseView:
         """Modules whose weight is packed."""
         return frozenset(name.removesuffix(_PACKED) for name in self.checkpoint.tensors if name.endswith(_PACKED))
 
-    @cached_property
+    @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Of the dense tensors."""
+        return self._shapes
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = {name: shape for name, shape in self.checkpoint.shapes.items() if not self._is_part(name)}
         for module in self.packed:
             shapes[f"{module}.weight"] = tuple(self.checkpoint.read(f"{module}.weight_shape").tolist())
         return shapes
 
-    @cached_property
+    @property
     def dtypes(self) -> dict[str, str]:
+        """Of the dense tensors: a packed weight reads in its scales' dtype."""
         dtypes = {name: dtype for name, dtype in self.checkpoint.dtypes.items() if not self._is_part(name)}
         return dtypes | {f"{m}.weight": self.checkpoint.dtypes[f"{m}.weight_scale"] for m in self.packed}
 

@@ -62,6 +62,10 @@ def _ignored(layout: ModelLayout, selection: Selection) -> list[str]:
     names: list[str] = [layout.family.head]
     if layout.head is not None:
         names.append(layout.head.removesuffix(".weight"))
+    wrapped = "language_model." in layout.disk_stem
+    if wrapped:  # the vision tower's layers are linear too
+        outside = [name.removeprefix("model.").split(".")[0] for name in layout.unknown]
+        names += [f"re:(model\\.)?{part}\\..*" for part in dict.fromkeys(outside) if part != "language_model"]
     experts = layout.family.experts
     for index in range(len(layout.blocks)):
         for module, disk in experts.renames if experts else ():
@@ -69,4 +73,6 @@ def _ignored(layout: ModelLayout, selection: Selection) -> list[str]:
     skipped: Sequence[Linear] = [linear for linear in layout.linears if linear.name in selection.skipped]
     for linear in skipped:
         names += [linear.module, linear.name]
+        if wrapped:  # as the wrapper's modules are called, whatever the prefix on disk
+            names.append(f"model.language_model.{linear.module.removeprefix(layout.family.stem)}")
     return list(dict.fromkeys(names))

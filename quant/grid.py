@@ -51,48 +51,47 @@ def find_grid(
     """Grid for weight [out, in] float32; importance [in] >= 0. Without `search` the full range is used."""
     out_features, in_features = weight.shape
     groups, width = scheme.groups(in_features), scheme.width(in_features)
-    h = None if importance is None else importance.float().view(1, groups, width)
+    h = None if importance is None else importance.float().sqrt().view(1, groups, width)
     scale = torch.empty(out_features, groups, device=weight.device)
-    zero = torch.empty_like(scale)
+    zero = torch.full_like(scale, scheme.middle)
     rows = max(1, _CHUNK // in_features)
-    fractions = (search or Search(steps=1)).fractions()
+    fractions = torch.tensor((search or Search(steps=1)).fractions(), device=weight.device).view(-1, 1, 1, 1)
     for start in range(0, out_features, rows):
         w = weight[start : start + rows].float().view(-1, groups, width)
-        s, z = _best_range(w, scheme, dtype, h, fractions)
-        scale[start : start + rows], zero[start : start + rows] = s[..., 0], z[..., 0]
+        scales, zeros = _candidates(w, scheme, dtype, fractions)
+        best = _cheapest(w, scales, zeros, scheme, h)
+        scale[start : start + rows] = scales.gather(0, best)[0, ..., 0]
+        if zeros is not None:
+            zero[start : start + rows] = zeros.gather(0, best)[0, ..., 0]
     return Grid(scale, zero, scheme, dtype)
 
 
-def _best_range(
-    w: Tensor, scheme: Scheme, dtype: torch.dtype, h: Tensor | None, fractions: list[float]
-) -> tuple[Tensor, Tensor]:
-    """w [rows, groups, width] -> scale, zero [rows, groups, 1]."""
+def _candidates(w: Tensor, scheme: Scheme, dtype: torch.dtype, fractions: Tensor) -> tuple[Tensor, Tensor | None]:
+    """Scales (rounded to `dtype`, floored at its smallest normal number) and zero points, [fractions, rows, groups, 1].
+
+    Symmetric schemes have no zero points to choose.
+    """
     low, high = w.amin(2, keepdim=True), w.amax(2, keepdim=True)
-    best_scale, best_zero = _grid_of_range(low, high, scheme, dtype)
-    if len(fractions) == 1:
-        return best_scale, best_zero
-    best = torch.full_like(low, torch.inf)
-    for fraction in fractions:
-        scale, zero = _grid_of_range(low * fraction, high * fraction, scheme, dtype)
-        difference = quantize_to_grid(w, scale, zero, scheme.levels).sub_(zero).mul_(scale).sub_(w).square_()
-        cost = (difference if h is None else difference.mul_(h)).sum(2, keepdim=True)
-        better = cost < best
-        best = torch.where(better, cost, best)
-        best_scale = torch.where(better, scale, best_scale)
-        best_zero = torch.where(better, zero, best_zero)
-    return best_scale, best_zero
-
-
-def _grid_of_range(low: Tensor, high: Tensor, scheme: Scheme, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Scale (rounded to `dtype`, floored at its smallest normal number) and zero point for a range."""
     if scheme.symmetric:
         span = 2 * torch.maximum(low.abs(), high.abs())
     else:
         low, high = low.clamp(max=0), high.clamp(min=0)
         span = high - low
-    scale = (span / scheme.levels).to(dtype).float()
-    empty = span == 0  # a group of zeros: any scale stores it exactly, and 1 cannot under- or overflow
-    scale = torch.where(empty, torch.ones_like(scale), scale.clamp_(min=torch.finfo(dtype).smallest_normal))
+    scale = (fractions * span / scheme.levels).to(dtype).float().clamp_(min=torch.finfo(dtype).smallest_normal)
+    scale = torch.where(span == 0, 1.0, scale)  # zeros are stored exactly by any scale; 1 cannot under- or overflow
     if scheme.symmetric:
-        return scale, torch.full_like(scale, scheme.middle)
-    return scale, (-low / scale).round_().clamp_(0, scheme.levels)
+        return scale, None
+    return scale, (-low * fractions / scale).round_().clamp_(0, scheme.levels)
+
+
+def _cheapest(w: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, h: Tensor | None) -> Tensor:
+    """Index [1, rows, groups, 1] of the candidate whose rounding costs least; the widest range among equals."""
+    if len(scales) == 1:
+        return torch.zeros_like(scales, dtype=torch.int64)
+    costs = torch.empty_like(scales)
+    for i, scale in enumerate(scales):
+        zero = scheme.middle if zeros is None else zeros[i]
+        difference = quantize_to_grid(w, scale, zero, scheme.levels).sub_(zero).mul_(scale).sub_(w)
+        weighted = difference if h is None else difference.mul_(h)
+        costs[i] = torch.linalg.vector_norm(weighted, dim=2, keepdim=True)
+    return costs.argmin(0, keepdim=True)

@@ -34,11 +34,12 @@ def select(layout: ModelLayout, targets: Sequence[str], ignore: Sequence[str]) -
     """Resolve patterns against a model's linear layers. Raises SutureError when one, or all together, match nothing."""
     head = (layout.head or "").removesuffix(".weight")
     for pattern in targets:
-        if pattern != ALL and _matches(pattern, layout.family.head) or pattern == head:
+        if (pattern != ALL and _matches(pattern, layout.family.head)) or pattern == head:
             raise SutureError(_head_refusal(layout, pattern), "remove it from targets")
-    wanted = _match_all(layout, targets, "targets")
-    unwanted = _match_all(layout, [p for p in ignore if not _is_head(layout, p)], "ignore")
-    kept = set() if any(pattern != ALL for pattern in targets) else _kept(layout)
+    named = _match_all(layout, [pattern for pattern in targets if pattern != ALL], "targets")
+    wanted = {linear.name for linear in layout.linears} if ALL in targets else named
+    unwanted = _match_all(layout, [p for p in ignore if not _is_head_alone(layout, p)], "ignore")
+    kept = _kept(layout) - named
     skipped: dict[str, str] = {}
     for linear in layout.linears:
         if linear.name in unwanted:
@@ -57,9 +58,12 @@ def _kept(layout: ModelLayout) -> set[str]:
     return {linear.name for linear in layout.linears if linear.role in layout.family.keep}
 
 
-def _is_head(layout: ModelLayout, pattern: str) -> bool:
+def _is_head_alone(layout: ModelLayout, pattern: str) -> bool:
+    """Whether the pattern is for the head, which stays as it is anyway, and for no layer besides."""
     names = {layout.family.head, layout.family.head_on_disk, (layout.head or "").removesuffix(".weight")}
-    return any(_matches(pattern, name) for name in names if name)
+    return any(_matches(pattern, name) for name in names if name) and not any(
+        _matches(pattern, linear.name) for linear in layout.linears
+    )
 
 
 def _head_refusal(layout: ModelLayout, pattern: str) -> str:

@@ -50,6 +50,7 @@ def make_report(
     protocol: Mapping[str, Any],
     level: float,
     warnings: Sequence[str],
+    calibration: Mapping[str, Any] | None,
     modules: Mapping[str, Mapping[str, Any]],
     steps: Sequence[tuple[str, Mapping[str, Any]]],
 ) -> Report:
@@ -67,6 +68,7 @@ def make_report(
         "base": base.source,
         "steps": [{"step": name, "settings": dict(settings)} for name, settings in steps],
         "protocol": dict(protocol),
+        "calibration": None if calibration is None else dict(calibration),
         "metrics": _metrics(compared),
         "sizes": _sizes(base, candidate, modules),
         "layers": _layers(modules),
@@ -134,8 +136,10 @@ def _row(name: str, value: float, low: float | None, high: float | None, log: Cl
 
 
 def _number(value: float | None) -> float | str | None:
-    """JSON has no infinity; it is written as a string, never dropped."""
-    if value is None or math.isfinite(value):
+    """JSON has no infinity; it is written as a string, never dropped. Undefined (inf - inf) is null."""
+    if value is None or math.isnan(value):
+        return None
+    if math.isfinite(value):
         return value
     return "Infinity" if value > 0 else "-Infinity"
 
@@ -198,6 +202,9 @@ def markdown(content: Mapping[str, Any]) -> str:
         lines.append(f"| bits per quantized weight, scales included | | {sizes['bits_per_quantized_weight']} |")
     lines += ["", f"Intervals: {ratio['method']}; a cluster is one {ratio['cluster']}.", "", "## Protocol", ""]
     lines += [f"- {key}: `{value}`" for key, value in protocol.items()]
+    if content["calibration"]:
+        lines += ["", "## Calibration", ""]
+        lines += [f"- {key}: `{value}`" for key, value in content["calibration"].items()]
     lines += ["", "## Steps", ""]
     lines += [f"- `{step['step']}`: `{step['settings']}`" for step in content["steps"]]
     lines += _layer_lines(content["layers"])

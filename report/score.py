@@ -18,7 +18,6 @@ from torch import Tensor
 from ..calibrate.replay import Stream, run_block
 from ..calibrate.skeleton import Skeleton
 from ..checkpoint.errors import SutureError
-
 from .windows import Windows
 
 _LOGIT_BYTES = 128 << 20  # logits held at once
