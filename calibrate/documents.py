@@ -33,7 +33,7 @@ from ..checkpoint.errors import SutureError, did_you_mean
 
 BUILTIN = ("novels", "holmes")
 DEFAULT_COLUMNS = ("text", "messages", "content", "input_ids")
-WIKITEXT_ARTICLES = r"^ = [^=].*[^=] = $"
+WIKITEXT_ARTICLES = r"^ = [^=](?:.*[^=])? = $"
 
 NO_VALUE = "no value"
 EMPTY = "empty or only whitespace"
@@ -165,7 +165,10 @@ def _text_file(path: Path, spec: DataSpec) -> Documents:
 
 
 def _pieces(text: str, split: str, path: Path) -> Iterator[tuple[str | None, str]]:
-    """(title, document) pairs; what stands before the first match is a document of its own when it is not blank."""
+    """(title, document) pairs that join to the text again.
+
+    What stands before the first match is a document of its own, or when it is blank the beginning of the first one.
+    """
     try:
         matches = list(re.finditer(split, text, flags=re.MULTILINE))
     except re.error as error:
@@ -177,8 +180,10 @@ def _pieces(text: str, split: str, path: Path) -> Iterator[tuple[str | None, str
     starts = [match.start() for match in matches]
     if text[: starts[0]].strip():
         yield None, text[: starts[0]]
-    for match, end in zip(matches, [*starts[1:], len(text)], strict=True):
-        yield match.group().strip(" =#\n\t") or None, text[match.start() : end]
+    else:
+        starts[0] = 0
+    for match, start, end in zip(matches, starts, [*starts[1:], len(text)], strict=True):
+        yield match.group().strip(" =#\n\t") or None, text[start:end]
 
 
 def _decode(content: bytes, name: str) -> str:

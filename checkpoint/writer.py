@@ -11,6 +11,7 @@ import contextlib
 import errno
 import json
 import os
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
@@ -111,6 +112,7 @@ class ShardWriter:
         self._home = {name: shard for shard in plan.shards for name in shard.starts}
         self._open: dict[str, int] = {}
         self._dirty: set[str] = set()
+        self._marks = threading.Lock()  # one thread may sync while another writes
         directory.mkdir(parents=True, exist_ok=True)
         with disk_errors(directory):
             for shard in plan.shards:
@@ -146,11 +148,13 @@ class ShardWriter:
             raise SutureError(f"{name}: planned with {spec.nbytes} bytes, given {len(raw)}")
         with disk_errors(self.directory / shard.file):
             _pwrite(self._open[shard.file], raw, shard.starts[name])
-        self._dirty.add(shard.file)
+        with self._marks:
+            self._dirty.add(shard.file)
 
     def sync(self) -> None:
         """Return once everything written so far is on disk."""
-        files, self._dirty = sorted(self._dirty), set()  # what is written meanwhile waits for the next call
+        with self._marks:
+            files, self._dirty = sorted(self._dirty), set()  # what is written meanwhile waits for the next call
         with disk_errors(self.directory):
             for file in files:
                 os.fsync(self._open[file])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from .progress import Progress, Silent
 from .recipe import Recipe, ReportSettings, load_recipe, make_recipe
 from .run import Run
 from .run import run as _run
-from .texts import Evaluation, evaluation_text, text_model
+from .texts import Evaluation, TextModel, evaluation_text, text_model
 
 
 def run(recipe: str | Path | Recipe | Mapping[str, Any], **options: Any) -> Run:
@@ -89,9 +90,10 @@ def compare(
             f"{base} has a vocabulary of {rows['base']}, {candidate} of {rows['candidate']}: their tokens are not the same",
             "compare models with one tokenizer",
         )
-    config = skeletons["base"].hf_config
-    text = text_model(checkpoints["base"], rows["base"], getattr(config, "max_position_embeddings", None))
+    contexts = [getattr(skeleton.hf_config, "max_position_embeddings", None) for skeleton in skeletons.values()]
+    text = text_model(checkpoints["base"], rows["base"], min((n for n in contexts if n is not None), default=None))
     evaluation = evaluation_text(wanted, text)
+    _same_tokens(checkpoints["candidate"], text, wanted, evaluation)
     nll = {
         name: score(skeleton, evaluation.windows, progress.track, f"score {name}")
         for name, skeleton in skeletons.items()
@@ -109,11 +111,24 @@ def compare(
         calibration=calibration,
         modules=record.get("modules", {}),
         steps=[("compare", {"candidate": checkpoints["candidate"].source})],
+        parameters=sum(math.prod(shape) for shape in skeletons["base"].source.shapes.values()),
     )
     if output is not None:
         Path(output).mkdir(parents=True, exist_ok=True)
         write_report(report, Path(output))
     return report
+
+
+def _same_tokens(candidate: Checkpoint, base: TextModel, wanted: ReportSettings, evaluation: Evaluation) -> None:
+    """Refuse a candidate whose own tokenizer, when it has one, cuts the text into other tokens than the base's."""
+    own = text_model(candidate, base.vocabulary, base.max_positions)
+    if own.tokenizer is None or base.tokenizer is None or evaluation.documents.kind == "ids":
+        return
+    if evaluation_text(wanted, own).windows.tokens_sha256 != evaluation.windows.tokens_sha256:
+        raise SutureError(
+            f"{candidate.source}: its tokenizer gives other tokens on {evaluation.documents.source} than the base's",
+            "compare models with one tokenizer",
+        )
 
 
 def _manifest(checkpoint: Checkpoint) -> dict[str, Any]:

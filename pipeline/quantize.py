@@ -91,10 +91,11 @@ def _no_expert_left_behind(layout: ModelLayout, selection: Selection, by_tensor:
             )
     experts = [linear for linear in layout.linears if linear.expert is not None]
     chosen = [linear for linear in experts if linear.name in selection.names]
-    if chosen and len(chosen) != len(experts):
+    fused = all(linear.place.expert is not None for linear in experts)
+    if len(chosen) != len(experts) and (chosen or not fused):  # a loader that fuses them expects packed ones
         raise SutureError(
             f"targets: {len(chosen)} of {len(experts)} expert matrices are selected; loaders read all experts in one format",
-            "select all or none of them",
+            "select all or none of them" if fused else "select all of them",
         )
 
 

@@ -195,11 +195,16 @@ def _override(content: Any, key: str, value: Any) -> None:
         try:
             at = at[int(part)] if isinstance(at, list) else at[part]
         except (KeyError, IndexError, ValueError, TypeError) as error:
-            known = ", ".join(map(str, at)) if isinstance(at, Mapping) else f"0..{len(at) - 1}"
-            raise SutureError(f"--set {key}: the recipe has no '{part}' there", f"there are {known}") from error
-    if isinstance(at, list):
-        raise SutureError(f"--set {key}: '{last}' is in a list", "name a step's key, like steps.0.gptq.bits")
-    at[last] = value
+            raise SutureError(f"--set {key}: the recipe has no '{part}' there", f"there {_holds(at)}") from error
+    if not isinstance(at, Mapping):
+        raise SutureError(f"--set {key}: no key '{last}' can be there", f"there {_holds(at)}")
+    at[last] = value  # type: ignore[index]
+
+
+def _holds(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return f"are {', '.join(map(str, value))}"
+    return f"is a list, 0..{len(value) - 1}" if isinstance(value, list) else f"is {_plain(value)!r}"
 
 
 def _validate(

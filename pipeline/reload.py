@@ -8,6 +8,7 @@ forward, as for any user), then the model computes in float32, so that only the 
 
 from __future__ import annotations
 
+import copy
 import sys
 from typing import Any
 
@@ -28,6 +29,7 @@ def load_and_run(model_dir: str, ids: Tensor) -> dict[str, Any]:
     with torch.no_grad():
         stored = model(ids, use_cache=False).logits.float()
         torch.nn.Module.float(model)  # past transformers' guard: the weights are dense now
+        _restore_buffers(model, config)
         logits = model(ids, use_cache=False).logits.float()
     return {
         "logits": logits,
@@ -37,6 +39,24 @@ def load_and_run(model_dir: str, ids: Tensor) -> dict[str, Any]:
         "mismatched": sorted(map(str, info["mismatched_keys"])),
         "model_class": type(model).__name__,
     }
+
+
+def _restore_buffers(model: torch.nn.Module, config: Any) -> None:
+    """Constants that loading in a short dtype had rounded (Gemma's embedding scale), as a float32 model has them."""
+    from accelerate import init_empty_weights
+
+    config = copy.deepcopy(config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    with init_empty_weights(include_buffers=False):
+        exact = type(model)._from_config(config, dtype=torch.float32)  # type: ignore[attr-defined]
+    kept = set(model.state_dict())
+    for name, buffer in exact.named_buffers():
+        if name not in kept and buffer.is_floating_point():
+            path, _, leaf = name.rpartition(".")
+            owner = model.get_submodule(path)
+            # a new dict: compressed-tensors leaves a cache in its place, which keeps each entry's first dtype
+            owner.__dict__["_buffers"] = {**dict(owner._buffers.items()), leaf: buffer}
 
 
 def main(model_dir: str, ids_file: str, out_file: str) -> None:

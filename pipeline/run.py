@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from pydantic import BaseModel
 
 from .. import __version__
 from ..calibrate.skeleton import open_skeleton
@@ -29,16 +30,17 @@ from ..checkpoint.manifest import (
 )
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import Staging, open_staging, write_whole
-from ..checkpoint.writer import plan_shards
+from ..checkpoint.writer import ShardPlan, plan_shards
 from ..quant.decode import dense_view
 from ..quant.settings import RTNSettings
 from ..report.document import REPORT_FILES, Report, make_report, write_report
 from ..report.score import score
 from . import quantize
-from .plan import Plan, make_plan, probe_ids
+from .plan import Plan, PlannedStep, make_plan, probe_ids
 from .progress import Progress, Silent
 from .recipe import Recipe
-from .step import StepResult, StepRun
+from .step import StepKind, StepResult, StepRun
+from .steps import STEPS
 from .verify import check_reload, first_blocks, reload_and_compare, reload_here, reopen, shortened
 
 
@@ -139,33 +141,42 @@ def _begin(plan: Plan, staging: Staging, progress: Progress) -> Plan:
 
 
 def preflight(plan: Plan, scratch: Path) -> None:
-    """Take the first block through the last step's rounding, packing, writing and a reload, before the hours."""
-    last = plan.steps[-1]
-    if not isinstance(last.settings, RTNSettings) or len(plan.steps) > 1:
-        return
-    data_free = RTNSettings(**{key: getattr(last.settings, key) for key in RTNSettings.model_fields})
-    data_free = data_free.model_copy(update={"search": False, "targets": ["all-linear"], "ignore": []})
+    """Take the first block through all steps, data-free: rounding, packing, writing and a reload, before the hours."""
     shutil.rmtree(scratch, ignore_errors=True)
-    small = _one_block(plan)
-    prepared = quantize.prepare(small, data_free)
-    one = replace(plan, checkpoint=small, calibration=None, evaluation=None)
+    source = _one_block(plan)
+    probe, expected = probe_ids(plan)[:1, :16], torch.empty(0)
     with open_staging(scratch / "out", {"preflight": "1"}, False, False) as staging:
-        work = _step_run(one, staging, "preflight", 1, 0, small, plan_shards(prepared.specs), Silent())
-        result = quantize.run(replace(work, text=None), prepared, data_free)
-        write_whole(staging.model / "config.json", to_json(prepared.config))
-        found = reload_here(staging.model, work.probe)
-        check_reload(found, work.probe, result.expected, ())
+        for number, step in enumerate(plan.steps, start=1):
+            kind, settings = _data_free(step)
+            prepared = kind.prepare(source, settings)
+            directory = staging.model if number == len(plan.steps) else staging.work / f"after-step-{number}"
+            shards = plan_shards(prepared.specs)
+            work = _step_run(plan, staging, f"step-{number}", number, source, shards, Silent())
+            work = replace(work, directory=directory, text=None, probe=probe, verify_blocks=1)
+            expected = kind.run(work, prepared, settings).expected
+            write_whole(directory / "config.json", to_json(prepared.config))
+            if directory != staging.model:
+                source = open_checkpoint(directory)
+        check_reload(reload_here(staging.model, probe), probe, expected, plan.skeleton.layout.unknown)
     shutil.rmtree(scratch)
+
+
+def _data_free(step: PlannedStep) -> tuple[StepKind, BaseModel]:
+    """The step, or in the place of one that needs text, rounding of the same layers to the same format."""
+    if not isinstance(step.settings, RTNSettings) or not isinstance(step.prepared, quantize.QuantizePlan):
+        return step.kind, step.settings
+    chosen = [linear.name for linear in step.prepared.selection.chosen if linear.block == 0]
+    block = [linear for group in step.prepared.layout.blocks[0] for linear in group]
+    first = chosen or [linear.name for linear in block if step.settings.scheme.divides(linear.in_features)]
+    fields = {key: getattr(step.settings, key) for key in RTNSettings.model_fields}
+    return STEPS["rtn"], RTNSettings(**fields | {"search": False, "targets": first, "ignore": []})
 
 
 def _one_block(plan: Plan) -> Checkpoint:
     layout = plan.skeleton.layout
     later = {p.tensor for i in range(1, len(layout.blocks)) for p in layout.block_tensors(i).values()}
-    kept = {
-        name: info
-        for name, info in plan.checkpoint.tensors.items()
-        if name not in later and name not in layout.unknown and name not in layout.stale
-    }
+    dropped = later | set(layout.stale)
+    kept = {name: info for name, info in plan.checkpoint.tensors.items() if name not in dropped}
     return replace(plan.checkpoint, tensors=kept, config=shortened(plan.checkpoint.config, 1))
 
 
@@ -183,7 +194,7 @@ def _run_steps(plan: Plan, staging: Staging, progress: Progress) -> list[StepRes
             source = open_checkpoint(directory)
             results.append(StepResult({}, torch.empty(0)))
             continue
-        work = _step_run(plan, staging, key, number, len(plan.steps), source, step.shards, progress)
+        work = _step_run(plan, staging, key, number, source, step.shards, progress)
         results.append(step.kind.run(replace(work, directory=directory), step.prepared, step.settings))
         write_whole(directory / "config.json", to_json(step.prepared.config))
         if not last:
@@ -197,12 +208,11 @@ def _step_run(
     staging: Staging,
     key: str,
     number: int,
-    of: int,
     source: Checkpoint,
-    shards: Any,
+    shards: ShardPlan,
     progress: Progress,
 ) -> StepRun:
-    name = plan.steps[number - 1].name if number <= len(plan.steps) else key
+    name, of = plan.steps[number - 1].name, len(plan.steps)
     return StepRun(
         key=key,
         label=f"{name} ({number}/{of})" if of > 1 else name,

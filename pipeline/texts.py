@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -61,7 +61,7 @@ class Calibration:
 class Evaluation:
     documents: Documents
     windows: Windows
-    names: tuple[str, ...] = field(default=())
+    bos_id: int | None  # the token put before each document or window, never scored
 
     def describe(self) -> dict[str, Any]:
         """The identity to print beside every figure."""
@@ -71,6 +71,7 @@ class Evaluation:
             "documents_skipped": dict(self.documents.skipped),
             "content_sha256": self.documents.sha256,
             "unscored": dict(self.windows.n_unscored),
+            "bos_id": self.bos_id,
             **self.windows.protocol(),
         }
 
@@ -114,7 +115,7 @@ def evaluation_text(settings: ReportSettings, model: TextModel) -> Evaluation:
         max_tokens_per_document=settings.max_tokens_per_document,
         max_positions=model.max_positions,
     )
-    return Evaluation(documents, windows)
+    return Evaluation(documents, windows, model.bos_id)
 
 
 def leakage(calibration: Calibration | None, evaluation: Evaluation | None) -> tuple[str, ...]:
@@ -156,4 +157,4 @@ def _joined(settings: ReportSettings, model: TextModel, window: int) -> Evaluati
         max_windows=settings.max_windows,
         max_positions=model.max_positions,
     )
-    return Evaluation(documents, windows)
+    return Evaluation(documents, windows, model.bos_id)

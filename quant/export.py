@@ -53,7 +53,8 @@ def config_entry(layout: ModelLayout, selection: Selection, scheme: Scheme) -> d
                 "use a positive group_size",
             )
         conv1d_inputs = widths.pop()
-    dequantize = not scheme.symmetric or layout.family.experts is not None or layout.family.conv1d
+    experts = any(linear.expert is not None for linear in selection.chosen)
+    dequantize = not scheme.symmetric or experts or layout.family.conv1d
     return quantization_config(scheme, _ignored(layout, selection), dequantize, conv1d_inputs)
 
 

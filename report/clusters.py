@@ -153,7 +153,7 @@ def cluster_mean(values: Sequence[npt.ArrayLike], *, level: float = 0.95, cluste
 def perplexity(
     nll: Sequence[npt.ArrayLike],
     *,
-    n_bytes: float | Sequence[float] | None = None,
+    n_bytes: float | Sequence[float] | FloatArray | None = None,
     level: float = 0.95,
     cluster: str = "document",
 ) -> Perplexity:
@@ -182,7 +182,7 @@ def paired(
     base: Sequence[npt.ArrayLike],
     new: Sequence[npt.ArrayLike],
     *,
-    n_bytes: float | Sequence[float] | None = None,
+    n_bytes: float | Sequence[float] | FloatArray | None = None,
     level: float = 0.95,
     cluster: str = "document",
 ) -> Paired:
@@ -320,7 +320,7 @@ def _exp(x: float) -> float:
 
 
 def _bits_per_byte(
-    nll: Sequence[npt.ArrayLike], n_bytes: float | Sequence[float], log: ClusterMean
+    nll: Sequence[npt.ArrayLike], n_bytes: float | Sequence[float] | FloatArray, log: ClusterMean
 ) -> tuple[float, float | None, float | None]:
     """sum S_g / (ln 2 * bytes), and its jackknife interval when the bytes are given per document."""
     sums = np.array([np.asarray(array, dtype=np.float64).sum() for array in nll])

@@ -1,8 +1,8 @@
 """The report: every figure with its interval and its protocol, as data (`report.json`) and as a page (`report.md`).
 
 `report.json` follows `report/schema.json`; the page is made from it alone. `report-tokens.npy` holds the NLL of every
-scored token under both models, from which each interval can be computed again. Nothing in them depends on the time or
-the place of the run.
+scored token under both models, from which each interval can be computed again (of bits per byte: with the texts'
+bytes). Nothing in them depends on the time or the place of the run.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from .windows import Windows
 
 REPORT_FILES = ("report.json", "report.md", "report-tokens.npy")
 METHOD = "delete-one-cluster jackknife on the log scale, t with G-1 degrees of freedom"
+METHOD_PER_BYTE = "delete-one-cluster jackknife of bits over bytes, t with G-1 degrees of freedom"
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,12 @@ def make_report(
     calibration: Mapping[str, Any] | None,
     modules: Mapping[str, Mapping[str, Any]],
     steps: Sequence[tuple[str, Mapping[str, Any]]],
+    parameters: int | None = None,
 ) -> Report:
-    """`nll`: base and candidate, (n_scored,) in the plan's order, from identical tokens."""
+    """`nll`: base and candidate, (n_scored,) in the plan's order, from identical tokens.
+
+    `parameters`: the base's; to be given when its tensors are packed, else counted.
+    """
     compared = paired(
         windows.by_document(nll["base"]),
         windows.by_document(nll["candidate"]),
@@ -62,21 +67,31 @@ def make_report(
         level=level,
         cluster=windows.cluster,
     )
-    own = [*compared.log.warnings, *compared.base.log.warnings, *compared.new.log.warnings, *warnings]
+    own = [*_hopeless(compared), *compared.log.warnings, *compared.base.log.warnings, *compared.new.log.warnings]
+    own += warnings
     content = {
         "schema_version": "1.0",
         "base": base.source,
         "steps": [{"step": name, "settings": dict(settings)} for name, settings in steps],
         "protocol": dict(protocol),
         "calibration": None if calibration is None else dict(calibration),
-        "metrics": _metrics(compared),
-        "sizes": _sizes(base, candidate, modules),
+        "metrics": _metrics(compared, windows.bytes_exact),
+        "sizes": _sizes(base, candidate, modules, parameters),
         "layers": _layers(modules),
         "warnings": list(dict.fromkeys(own)),
     }
     tokens = np.zeros(windows.n_scored, dtype=[("document", "<i4"), ("nll_base", "<f4"), ("nll_candidate", "<f4")])
     tokens["document"], tokens["nll_base"], tokens["nll_candidate"] = windows.document, nll["base"], nll["candidate"]
     return Report(compared, content, tokens)
+
+
+_GUESSING = 50_000.0  # above this a model does worse than a uniform guess over an ordinary vocabulary
+
+
+def _hopeless(compared: Paired) -> list[str]:
+    """A perplexity that no working model has on its own kind of text: a wrong BOS, a wrong tokenizer, a broken layer."""
+    broken = [name for name, x in (("base", compared.base), ("candidate", compared.new)) if x.ppl > _GUESSING]
+    return [f"the {name}'s perplexity is worse than guessing: check its tokenizer and BOS" for name in broken]
 
 
 def write_report(report: Report, directory: Path) -> None:
@@ -90,7 +105,7 @@ def write_report(report: Report, directory: Path) -> None:
         write_whole(directory / name, content)
 
 
-def _metrics(compared: Paired) -> list[dict[str, Any]]:
+def _metrics(compared: Paired, bytes_exact: bool) -> list[dict[str, Any]]:
     ratio = _row("ppl_ratio", compared.ratio, compared.low, compared.high, compared.log)
     ratio |= {"paired_with": "base", "p_value": _number(compared.p_value)}
     ratio["estimand"] = "candidate's perplexity over the base's on identical tokens, token-weighted over documents"
@@ -105,15 +120,17 @@ def _metrics(compared: Paired) -> list[dict[str, Any]]:
     }
     rows = [ratio, excess | {"paired_with": "base", "unit": "nats per token"}, delta]
     for name, measured in (("base", compared.base), ("candidate", compared.new)):
-        rows += _absolute(name, measured)
+        rows += _absolute(name, measured, bytes_exact)
     return rows
 
 
-def _absolute(model: str, measured: Perplexity) -> list[dict[str, Any]]:
+def _absolute(model: str, measured: Perplexity, bytes_exact: bool) -> list[dict[str, Any]]:
     rows = [_row("ppl", measured.ppl, measured.low, measured.high, measured.log) | {"model": model}]
     if measured.bits_per_byte is not None:
         low, high = measured.bits_per_byte_low, measured.bits_per_byte_high
-        rows.append(_row("bits_per_byte", measured.bits_per_byte, low, high, measured.log) | {"model": model})
+        row = _row("bits_per_byte", measured.bits_per_byte, low, high, measured.log)
+        of_tokens = {"se_log": None, "deff": None}  # say nothing of bytes
+        rows.append(row | of_tokens | {"method": METHOD_PER_BYTE, "bytes_exact": bytes_exact, "model": model})
     return rows
 
 
@@ -144,11 +161,14 @@ def _number(value: float | None) -> float | str | None:
     return "Infinity" if value > 0 else "-Infinity"
 
 
-def _sizes(base: Checkpoint, candidate: Checkpoint, modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+def _sizes(
+    base: Checkpoint, candidate: Checkpoint, modules: Mapping[str, Mapping[str, Any]], parameters: int | None
+) -> dict[str, Any]:
     weights = sum(record["shape"][0] * record["shape"][1] for record in modules.values())
     # what a quantized module occupies on disk: name.weight_packed, name.weight_scale, ...
     stored = sum(info.nbytes for name, info in candidate.tensors.items() if name.rpartition(".")[0] in modules)
-    parameters = sum(info.numel for info in base.tensors.values())
+    if parameters is None:
+        parameters = sum(info.numel for info in base.tensors.values())
     return {
         "bytes_base": base.nbytes,
         "bytes_candidate": candidate.nbytes,
@@ -190,7 +210,8 @@ def markdown(content: Mapping[str, Any]) -> str:
     ]
     for name, title in (("ppl", "perplexity per token"), ("bits_per_byte", "bits per byte")):
         if (name, "base") in rows:
-            lines.append(f"| {title} | {_shown(rows[name, 'base'])} | {_shown(rows[name, 'candidate'])} |")
+            note = "" if rows[name, "base"].get("bytes_exact", True) else ", bytes by the share of tokens scored"
+            lines.append(f"| {title}{note} | {_shown(rows[name, 'base'])} | {_shown(rows[name, 'candidate'])} |")
     excess, delta = rows["excess_log_ppl", None], rows["delta_ppl", None]
     lines += [
         f"| excess log-perplexity, nats | | {_shown(excess, 5)} |",

