@@ -2,6 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+SOURCES := $(shell find . \( -name '*.py' -o -name '*.yaml' -o -name 'schema.json' \) \
+	-not -path './$(VENV)/*' -not -path './build/*' -not -path './tests/*' -not -path './out/*')
 
 .PHONY: demo test install lint clean
 
@@ -25,12 +27,16 @@ $(VENV)/torch:
 	$(BIN)/pip install --quiet torch==2.13.0
 	touch $@
 
-$(VENV)/installed: $(VENV)/torch pyproject.toml constraints.txt
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+# The wheel, not an editable install: what is tested is what a user gets, whatever the clone's folder is called.
+$(VENV)/installed: $(VENV)/torch pyproject.toml constraints.txt $(SOURCES)
+	rm -rf build
+	$(BIN)/pip install --quiet --constraint constraints.txt .
+	rm -rf build
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,data]'
+	$(BIN)/pip install --quiet --constraint constraints.txt '.[dev,data]'
+	rm -rf build
 	touch $@
 
 clean:

@@ -1,10 +1,10 @@
 """suture: operations on Hugging Face LLM checkpoints, with a report whose every number has an error bar.
 
-    import suture
-    run = suture.run("recipes/quickstart.yaml")
-    run = suture.quantize("builtin:tiny", "out", method="gptq", bits=4, group_size=64, calibration="builtin:novels")
-    report = suture.compare("builtin:tiny", "out", data="builtin:holmes")
-    checkpoint = suture.open_checkpoint("builtin:tiny")
+import suture
+run = suture.run("recipes/quickstart.yaml")
+run = suture.quantize("builtin:tiny", "out", method="gptq", bits=4, group_size=64, calibration="builtin:novels")
+report = suture.compare("builtin:tiny", "out", data="builtin:holmes")
+checkpoint = suture.open_checkpoint("builtin:tiny")
 """
 
 from importlib import import_module as _import_module

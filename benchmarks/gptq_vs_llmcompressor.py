@@ -54,7 +54,9 @@ def main() -> None:
             "base": round(compared.base.ppl, 4),
             "perplexity": round(compared.new.ppl, 4),
             "excess": round(compared.log.mean, 5),
-            "excess_ci": None if compared.log.low is None else [round(compared.log.low, 5), round(compared.log.high, 5)],
+            "excess_ci": None
+            if compared.log.low is None
+            else [round(compared.log.low, 5), round(compared.log.high, 5)],
         }
     ours, theirs = figures["suture"], figures["llm-compressor"]
     figures["suture / llm-compressor"] = {
@@ -77,7 +79,9 @@ def _options() -> argparse.Namespace:
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--window", type=int, default=2048)
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--peer-dtype", default="float32", help="float32 is its faster one on CPUs without bf16 products")
+    parser.add_argument(
+        "--peer-dtype", default="float32", help="float32 is its faster one on CPUs without bf16 products"
+    )
     return parser.parse_args()
 
 

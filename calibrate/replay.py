@@ -55,6 +55,11 @@ class Stream:
         sizes = [batch.numel() * width for batch in ids]
         total = sum(sizes)
         if spill is not None and budget is not None and total * skeleton.dtype.itemsize > budget:
+            with (
+                disk_errors(spill),
+                spill.open("wb") as file,
+            ):  # reserved: a mapped page without disk would end the process
+                os.posix_fallocate(file.fileno(), 0, total * skeleton.dtype.itemsize)
             buffer = torch.from_file(str(spill), shared=True, size=total, dtype=skeleton.dtype)
         else:
             buffer = torch.empty(total, dtype=skeleton.dtype)
@@ -99,6 +104,27 @@ def run_block(skeleton: Skeleton, index: int, stream: Stream) -> None:
 
 
 @torch.no_grad()
+def overflowing_layer(skeleton: Skeleton, index: int, hidden: Tensor) -> str:
+    """Name of the first linear layer of a loaded block whose inputs are not finite, or the block's outputs."""
+    found: list[str] = []
+
+    def watch(linear: Linear) -> Any:
+        def look(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if not bool(torch.isfinite(inputs[0]).all()):
+                found.append(f"{linear.name}: its inputs")
+
+        return skeleton.model.get_submodule(linear.module).register_forward_pre_hook(look)
+
+    handles = [watch(linear) for group in skeleton.layout.blocks[index] for linear in group]
+    try:
+        skeleton.run_block(index, hidden)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found[0] if found else f"block {index}: its outputs"
+
+
+@torch.no_grad()
 def staged_block(
     skeleton: Skeleton,
     index: int,
@@ -127,7 +153,9 @@ def staged_block(
 class _Hooks:
     """Pre-forward hooks that observe a stage's input once per forward and, in a greenlet, pause there."""
 
-    def __init__(self, skeleton: Skeleton, stages: Sequence[Sequence[Linear]], observe: Callable[[int, Any], None]) -> None:
+    def __init__(
+        self, skeleton: Skeleton, stages: Sequence[Sequence[Linear]], observe: Callable[[int, Any], None]
+    ) -> None:
         self.observe = observe
         self.n_stages = len(stages)
         self.watched: set[int] = set(range(len(stages)))
@@ -197,7 +225,7 @@ def _run_paused(skeleton: Skeleton, index: int, stream: Stream, hooks: _Hooks, c
 
 def _run_again(skeleton: Skeleton, index: int, stream: Stream, hooks: _Hooks, change: Callable[[int], None]) -> None:
     for stage in range(hooks.n_stages):
-        hooks.watched = {stage}
+        hooks.watched = set(range(stage, hooks.n_stages))  # a later one that comes first is an error
         for run, hidden in zip(_forwards(skeleton, index, stream), stream.hidden, strict=True):
             _expect(run.switch(hidden), stage, index)
             run.throw()

@@ -181,7 +181,9 @@ class Skeleton:
     def _record(self, ids: Tensor) -> list[tuple[Tensor, BlockArguments]]:
         seen: list[tuple[Tensor, BlockArguments]] = []
         blocks = [self.block(i) for i in range(self.n_blocks)]
-        recorders: list[nn.Module] = [_Recorder(block, seen, last=i == len(blocks) - 1) for i, block in enumerate(blocks)]
+        recorders: list[nn.Module] = [
+            _Recorder(block, seen, last=i == len(blocks) - 1) for i, block in enumerate(blocks)
+        ]
         with self._embeddings_of(ids) as small, self._blocks_replaced(recorders), contextlib.suppress(_CapturedError):
             self.backbone(input_ids=small, use_cache=False)
         if len(seen) != self.n_blocks:

@@ -143,7 +143,7 @@ FAMILIES: dict[str, Family] = {
             (
                 ("self_attn.q_proj", "self_attn.q_a_proj"),
                 ("self_attn.q_b_proj",),
-                ("self_attn.kv_a_proj_with_mqa",),  # its input is q_a_proj's, but the forward comes to it after q_b_proj
+                ("self_attn.kv_a_proj_with_mqa",),  # shares q_a_proj's input, but comes after q_b_proj in the forward
                 ("self_attn.kv_b_proj",),
                 ("self_attn.o_proj",),
                 *_GATED_MLP,

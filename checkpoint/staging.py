@@ -87,11 +87,15 @@ def check_output(output: Path, source: Path, overwrite: bool, resume: bool) -> N
     if origin in target.parents or target in origin.parents:
         raise SutureError(f"output: {output} and the input {source} lie inside one another", "choose another directory")
     if origin == partial_of(target) or partial_of(target) in origin.parents:
-        raise SutureError(f"output: {output} would be built in {partial_of(target)}, where the input is", "choose another")
+        raise SutureError(
+            f"output: {output} would be built in {partial_of(target)}, where the input is", "choose another"
+        )
     if output.exists() and not output.is_dir():
         raise SutureError(f"output: {output} is a file", "choose a directory")
     if output.exists() and any(output.iterdir()) and not overwrite:
-        advice = "it is finished: nothing to resume" if resume and (output / "suture.json").exists() else "choose another"
+        advice = (
+            "it is finished: nothing to resume" if resume and (output / "suture.json").exists() else "choose another"
+        )
         raise SutureError(f"output: {output} is not empty ({advice})", "--overwrite replaces it as a whole")
     if output.exists() and any(output.iterdir()) and not any((output / name).is_file() for name in _OF_A_MODEL):
         raise SutureError(

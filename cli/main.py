@@ -140,7 +140,9 @@ def report(
 
         settings = {"protocol": protocol.value, "window": window, "max_windows": max_windows, "split": split}
         for number, candidate in enumerate(candidates):
-            target = output if output is None or len(candidates) == 1 else output / f"{number + 1}-{Path(candidate).name}"
+            target = (
+                output if output is None or len(candidates) == 1 else output / f"{number + 1}-{Path(candidate).name}"
+            )
             compared = compare(
                 base,
                 candidate,

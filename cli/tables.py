@@ -69,7 +69,10 @@ def print_run(run: Run) -> None:
     modules = run.manifest["modules"]
     rows = [
         ("weights", f"{megabytes(run.plan.checkpoint.nbytes)} → {megabytes(run.plan.steps[-1].shards.nbytes)}"),
-        ("layers", f"{len(modules)} quantized, {len(run.manifest['skipped_layers'])} left, {len(run.fallbacks)} fallbacks"),
+        (
+            "layers",
+            f"{len(modules)} quantized, {len(run.manifest['skipped_layers'])} left, {len(run.fallbacks)} fallbacks",
+        ),
         ("time", ", ".join(f"{part} {seconds:.1f} s" for part, seconds in run.seconds.items())),
         ("output", str(run.output)),
         (
@@ -80,6 +83,7 @@ def print_run(run: Run) -> None:
     ]
     _pairs("run", rows)
     _warn(run.plan.warnings)
+    _warn([verification["note"]] if "note" in verification else [])
     _warn([f"fallback: {name}: {reason}" for name, reason in run.fallbacks.items()])
 
 
@@ -87,7 +91,10 @@ def print_inspection(facts: dict[str, Any]) -> None:
     parameters = facts["parameters"]
     rows = [
         ("model", f"{facts['model']} ({facts['family']})"),
-        ("shape", f"{facts['blocks']} blocks, hidden {facts['hidden_size']}, {facts['heads']} heads of {facts['head_dim']}"),
+        (
+            "shape",
+            f"{facts['blocks']} blocks, hidden {facts['hidden_size']}, {facts['heads']} heads of {facts['head_dim']}",
+        ),
         ("kv heads", str(facts["kv_heads"])),
         ("vocabulary", f"{facts['vocabulary']:,}, head {'tied' if facts['tied_head'] else 'of its own'}"),
         ("context", str(facts["context"])),

@@ -37,7 +37,9 @@ def _check_files(directory: Path, manifest: dict[str, Any]) -> None:
     recorded = manifest["files"]
     for names, what in ((set(recorded) - present, "is missing"), (present - set(recorded), "is not in the manifest")):
         if names:
-            raise SutureError(f"{directory}: {sorted(names)[0]} {what}", "the directory was changed after it was written")
+            raise SutureError(
+                f"{directory}: {sorted(names)[0]} {what}", "the directory was changed after it was written"
+            )
     for name, record in recorded.items():
         path = directory / name
         if path.stat().st_size != record["bytes"] or sha256_file(path) != record["sha256"]:

@@ -189,7 +189,8 @@ def _estimate(
     shapes = checkpoint.shapes
     layout = skeleton.layout
     block = max(
-        sum(_numel(shapes[place.tensor]) for place in layout.block_tensors(i).values()) for i in range(skeleton.n_blocks)
+        sum(_numel(shapes[place.tensor]) for place in layout.block_tensors(i).values())
+        for i in range(skeleton.n_blocks)
     )
     head = 4 * _numel(shapes[layout.embedding])
     largest = max((_numel(shape) for shape in shapes.values()), default=0)
@@ -211,9 +212,7 @@ def _estimate(
             "free some space or choose another disk",
         )
     linear_flops = 2 * sum(linear.numel for linear in layout.linears)
-    statistic_flops = 2 * sum(
-        group[0].in_features ** 2 // 2 for groups in layout.blocks for group in groups
-    )
+    statistic_flops = 2 * sum(group[0].in_features ** 2 // 2 for groups in layout.blocks for group in groups)
     rounding_flops = 2 * sum(2 * linear.numel * linear.in_features for linear in layout.linears) if tokens else 0
     flops = tokens * (linear_flops + statistic_flops) + rounding_flops
     seconds = flops / _measured_flops() + sum(step.shards.nbytes for step in steps) / 500e6

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibrate.replay import Stream, run_block
+from ..calibrate.replay import Stream, overflowing_layer, run_block
 from ..calibrate.skeleton import Skeleton, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
@@ -126,13 +126,24 @@ def run(work: StepRun, plan: QuantizePlan, settings: RTNSettings) -> StepResult:
             streams.resume_after(index - 1)
             skeleton.load_block(index)
             layers = _quantize_block(work, skeleton, index, streams, chosen, settings, plan)
-            run_block(skeleton, index, streams.probe)
+            _advance_probe(skeleton, index, streams.probe)
             records = _write_block(work, skeleton, index, layers, writer)
             skeleton.free_block(index)
             streams.save(index, writer, {"step": work.key, "block": index, "modules": records})
             modules |= records
         streams.wait()
     return StepResult(modules, streams.expected(plan.n_blocks))
+
+
+def _advance_probe(skeleton: Skeleton, index: int, probe: Stream) -> None:
+    before = probe.hidden[0].clone()
+    run_block(skeleton, index, probe)
+    if not bool(torch.isfinite(probe.buffer).all()):
+        where = overflowing_layer(skeleton, index, before.to(skeleton.device))
+        raise SutureError(
+            f"{where} on the probe text hold NaN or values too large for float32",
+            "a layer before it overflows: check the checkpoint",
+        )
 
 
 def _quantize_block(

@@ -131,7 +131,8 @@ def _refuse_empty_sections(content: Any, where: str) -> None:
     for key, value in content.items():
         if value is None:
             raise SutureError(
-                f"{where}: line {_line(content, [key])}: {key}: there is nothing in it", "remove the key or give it a value"
+                f"{where}: line {_line(content, [key])}: {key}: there is nothing in it",
+                "remove the key or give it a value",
             )
 
 

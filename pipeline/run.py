@@ -254,8 +254,8 @@ def _later_blocks(plan: Plan, n: int) -> Iterator[str]:
     """How the names of tensors of blocks from `n` on begin: their files also hold earlier ones, so a loader sees them."""
     layout = plan.skeleton.layout
     for index in range(n, len(layout.blocks)):
-        yield layout.block_prefix(index)
-        yield f"{layout.disk_stem}{layout.family.blocks}.{index}."
+        for stem in {layout.family.stem, *layout.family.disk_stems}:  # a loader speaks of its module's names
+            yield f"{stem}{layout.family.blocks}.{index}."
 
 
 def _first_tensors(plan: Plan, written: Checkpoint, n: int) -> frozenset[str]:

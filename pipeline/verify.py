@@ -65,14 +65,27 @@ def check_reload(found: dict[str, Any], probe: Tensor, expected: Tensor, allowed
     return compare(found["logits"], expected) | {
         "loaded_as": found["model_class"],
         "tokens": probe.numel(),
-        "max_difference_in_stored_dtype": _rounded(float((found["stored_dtype_logits"] - expected).abs().max())),
+        **_in_stored_dtype(found["stored_dtype_logits"], expected),
         "missing": 0,
         "unexpected": len(found["unexpected"]),
     }
 
 
+def _in_stored_dtype(logits: Tensor, expected: Tensor) -> dict[str, Any]:
+    """How far the arithmetic of the stored dtype is from float32's; fp16 may overflow where the model is sound."""
+    if bool(torch.isfinite(logits).all()):
+        return {"max_difference_in_stored_dtype": _rounded(float((logits - expected).abs().max()))}
+    note = "computed in its stored dtype the output gives NaN or infinite logits: serve it in bfloat16 or float32"
+    return {"max_difference_in_stored_dtype": None, "note": note}
+
+
 def compare(found: Tensor, expected: Tensor) -> dict[str, Any]:
     """Largest difference of logits; raises SutureError when it is more than float32 rounding."""
+    if not bool(torch.isfinite(expected).all()):
+        raise SutureError(
+            "the result in memory gives NaN or infinite logits itself",
+            "a layer overflows or a weight is damaged: check the checkpoint",
+        )
     if not bool(torch.isfinite(found).all()):
         raise SutureError("the reloaded output gives NaN or infinite logits", "please report this")
     difference, scale = float((found - expected).abs().max()), float(expected.abs().max())

@@ -126,7 +126,9 @@ def parse_config(config: Mapping[str, Any], module: str, source: str) -> Scheme:
     if strategy not in ("group", "channel", "block") or kind != "int" or fitting[0].get("input_activations"):
         raise SutureError(f"{source}: {module} has {kind} weights with strategy {strategy}, which suture does not read")
     size = weights["block_structure"][0] if strategy == "block" else weights.get("group_size")
-    return Scheme(int(weights["num_bits"]), -1 if size in (None, 0) else int(size), bool(weights.get("symmetric", True)))
+    return Scheme(
+        int(weights["num_bits"]), -1 if size in (None, 0) else int(size), bool(weights.get("symmetric", True))
+    )
 
 
 def stored_transposed(config: Mapping[str, Any]) -> bool:

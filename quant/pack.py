@@ -19,8 +19,10 @@ def words(count: int, bits: int) -> int:
 
 def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
     """Pack unsigned codes [rows, cols] along `dim` (0 or 1) into int32. Raises SutureError on a code out of range."""
-    if codes.numel() and (int(codes.max()) >= 2**bits or int(codes.min()) < 0):
-        raise SutureError(f"a code of {int(codes.max())} does not fit in {bits} bits")
+    if codes.numel():
+        low, high = int(codes.min()), int(codes.max())
+        if low < 0 or high >= 2**bits:
+            raise SutureError(f"a code of {low if low < 0 else high} does not fit in {bits} bits")
     return _pack_rows(codes.T, bits).T.contiguous() if dim == 0 else _pack_rows(codes, bits)
 
 

@@ -68,7 +68,9 @@ def _is_head_alone(layout: ModelLayout, pattern: str) -> bool:
 
 def _head_refusal(layout: ModelLayout, pattern: str) -> str:
     if layout.head is None:
-        return f"targets: '{pattern}' is the head, which this model ties to its embedding; quantizing it would damage both"
+        return (
+            f"targets: '{pattern}' is the head, which this model ties to its embedding; quantizing it would damage both"
+        )
     return f"targets: '{pattern}' is the head, which stays in full precision"
 
 

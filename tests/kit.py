@@ -177,7 +177,7 @@ def _make_wrapper(name, directory, dtype, changes):
     """A vision model around a text model; its head is its own (`language_model.lm_head`) under the older prefix."""
     model_type, prefix = WRAPPERS[name]
     inner_type, settings = MODELS["G3" if model_type == "gemma3" else "MI"]
-    tied = prefix.startswith("model.")
+    tied = changes.get("tie_word_embeddings", prefix.startswith("model."))
     text = {**_COMMON, **settings, "model_type": inner_type, "tie_word_embeddings": tied} | changes
     vision = {**_VISION, "model_type": "siglip_vision_model" if model_type == "gemma3" else "pixtral"}
     extra = {"mm_tokens_per_image": 4, "boi_token_index": 301, "eoi_token_index": 302} if model_type == "gemma3" else {}

@@ -91,7 +91,12 @@ assert not heavy, sorted(heavy)
 
 @pytest.mark.parametrize(
     "action",
-    ["import suture", "import suture; suture.__version__; dir(suture)", "import suture.cli.main", "import suture.checkpoint"],
+    [
+        "import suture",
+        "import suture; suture.__version__; dir(suture)",
+        "import suture.cli.main",
+        "import suture.checkpoint",
+    ],
 )
 def test_i6_importing_loads_neither_torch_nor_transformers(action):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}

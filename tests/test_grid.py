@@ -40,7 +40,7 @@ def values(quantized):
 
 def steps(quantized):
     """Scale of every weight [out, in]."""
-    rows, cols = quantized.codes.shape
+    cols = quantized.codes.shape[1]
     return quantized.scale.double().repeat_interleave(cols // quantized.scale.shape[1], 1)
 
 

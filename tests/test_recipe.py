@@ -137,7 +137,10 @@ WRONG = {
         GPTQ.replace("      bits: 3\n      group_size: 64", "      bits: 3\n    group_size: 64"),
         r"line 7: steps\[0\]: one step is one \{name: \{settings\}\}",
     ),
-    "rtn with gptq's setting": (RTN.replace("group_size: 64", "damp: 1"), r"line 2: steps\[0\]\.rtn\.damp: unknown key"),
+    "rtn with gptq's setting": (
+        RTN.replace("group_size: 64", "damp: 1"),
+        r"line 2: steps\[0\]\.rtn\.damp: unknown key",
+    ),
     "empty file": ("", r"recipe\.yaml: a recipe is a mapping of keys, this one is empty"),
     "only comments": ("# nothing\n", r"this one is empty"),
     "list at the top": ("- gptq: {}\n", r"a mapping of keys, this one is a list"),
@@ -160,8 +163,12 @@ WRONG = {
         "model: m\nsteps:\n- rtn: 0\noutput: o\n",
         r"line 3: steps\[0\]\.rtn: expected settings, found 0",
     ),
-    "section that is a list": (GPTQ.replace("  data: builtin:novels", "- data: x\n").replace("  samples: 2\n", "")
-                               .replace("  length: 32\n", ""), r"line 2: calibration: Input should be a valid dict"),
+    "section that is a list": (
+        GPTQ.replace("  data: builtin:novels", "- data: x\n")
+        .replace("  samples: 2\n", "")
+        .replace("  length: 32\n", ""),
+        r"line 2: calibration: Input should be a valid dict",
+    ),
     "duplicate key": (RTN + "model: other\n", r'line 4: found duplicate key "model"'),
     "duplicate key in a step": (
         GPTQ.replace("bits: 3", "bits: 3\n      bits: 4"),
@@ -260,7 +267,10 @@ def test_a_home_directory_is_expanded(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        ([{"gptq": {}}, {"untie": {}}], r"steps\[1\]\.untie: comes after gptq, whose output is quantized; put gptq last"),
+        (
+            [{"gptq": {}}, {"untie": {}}],
+            r"steps\[1\]\.untie: comes after gptq, whose output is quantized; put gptq last",
+        ),
         ([{"rtn": {}}, {"gptq": {}}], r"steps\[1\]\.gptq: comes after rtn"),
         ([{"gptq": {}}, {"gptq": {}}], r"steps\[1\]\.gptq: comes after gptq"),
         ([{"untie": {}}, {"rtn": {}}, {"untie": {}}], r"steps\[2\]\.untie: comes after rtn"),
@@ -354,7 +364,9 @@ def test_printed_and_loaded_again_a_recipe_runs_the_same(tmp_path):
 
 
 TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=12)
-ODD = st.sampled_from(["null", "true", "yes", "1e4", "0x1f", "~", "- a", "a: b", "#", "'", '"', " x ", "é\u2028", "%", "|"])
+ODD = st.sampled_from(
+    ["null", "true", "yes", "1e4", "0x1f", "~", "- a", "a: b", "#", "'", '"', " x ", "é\u2028", "%", "|"]
+)
 
 
 @settings(max_examples=60, deadline=None)

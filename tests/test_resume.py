@@ -233,9 +233,7 @@ def test_j1_a_resume_with_anything_changed_is_refused_by_name(begun, changed):
     if "file" in change:
         change["edit"](path)
         assert path.read_bytes() != original
-    done = run(
-        begun / "home", "gptq", begun, "--resume", *change.get("args", []), patches=change.get("patches", {})
-    )
+    done = run(begun / "home", "gptq", begun, "--resume", *change.get("args", []), patches=change.get("patches", {}))
     path.write_bytes(original)
     assert done.code == 1 and len(done.messages) == 1, done.err
     assert f"was begun with {changed.strip()}: it cannot be resumed" in done.err

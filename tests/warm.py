@@ -107,12 +107,13 @@ def suture(*args, cwd, **options) -> Done:
 def installed(*args, cwd, **options) -> subprocess.CompletedProcess:
     """The console script, started anew."""
     command = [COMMAND, *map(str, args)]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, env=environment(), **options)
+    variables = {k: v for k, v in environment().items() if k != "TRANSFORMERS_VERBOSITY"}  # suture's own business
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, env=variables, **options)
 
 
 def environment() -> dict[str, str]:
     """One thread: small products are faster, and bytes can be compared between processes of either kind."""
-    return os.environ | {"OMP_NUM_THREADS": "1"}
+    return os.environ | {"OMP_NUM_THREADS": "1", "TRANSFORMERS_VERBOSITY": "error"}
 
 
 class _Server:
