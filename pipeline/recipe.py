@@ -277,9 +277,15 @@ def _line(source: Any, path: list[Any]) -> int | None:
 def _dump(content: Any) -> str:
     from ruamel.yaml import YAML
 
-    yaml = YAML(typ="safe", pure=True)
-    yaml.default_flow_style = False
-    yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
-    stream = io.StringIO()
-    yaml.dump(content, stream)
-    return stream.getvalue()
+    text = ""
+    for as_it_is in (True, False):  # U+0085 and its like are read back as spaces unless they are escaped
+        yaml = YAML(typ="safe", pure=True)
+        yaml.default_flow_style = False
+        yaml.sort_base_mapping_type_on_output = False  # type: ignore[assignment]
+        yaml.allow_unicode = as_it_is
+        stream = io.StringIO()
+        yaml.dump(content, stream)
+        text = stream.getvalue()
+        if YAML(typ="safe", pure=True).load(text) == content:
+            break
+    return text

@@ -319,7 +319,7 @@ WRONG = {
     "b17 activations that overflow": (
         lambda h: poison(h, "model.layers.0.mlp.down_proj.weight", 3e38),
         gptq(),
-        ["NaN or infinite", "overflows"],
+        ["model.layers.0", "NaN or infinite"],
     ),
 }
 
@@ -444,7 +444,18 @@ def test_a_fallback_is_done_but_ends_with_3(home):
 
 
 def test_quantize_is_the_recipe_of_one_step(home):
-    options = "--bits 4 --group-size 32 --calibration calibration.jsonl --samples 4 --length 16".split()
+    options = [
+        "--bits",
+        "4",
+        "--group-size",
+        "32",
+        "--calibration",
+        "calibration.jsonl",
+        "--samples",
+        "4",
+        "--length",
+        "16",
+    ]
     done = warm.suture("quantize", "model", "out", *options, cwd=home)
     assert done.code == 0, done.err
     assert run(home, GPTQ, output="out2").code == 0
@@ -724,9 +735,6 @@ def test_a_disk_that_fills_up_in_the_middle_is_one_sentence(home, call, after):
     assert resumed.code == 0, resumed.err
 
 
-@pytest.mark.xfail(
-    reason="hidden states in a file: no space is reserved for it, so the kernel ends the process", strict=False
-)
 def test_j3_a_full_disk_under_the_hidden_states_is_one_sentence(home):
     """With little memory the hidden states live in a mapped file, whose pages must have been reserved."""
     low = {"psutil:virtual_memory": "lambda: type('Memory', (), {'available': 4000})()"}

@@ -199,10 +199,10 @@ def test_a_full_disk_is_one_sentence(tmp_path, monkeypatch, call, code):
 
     monkeypatch.setattr(writer_module.os, call, full)
     plan = plan_shards([TensorSpec("t", "F32", (2, 3))])
-    with pytest.raises(SutureError, match=r"the disk is full; free some space, then run again with --resume"):
-        with ShardWriter(tmp_path, plan) as writer:
-            writer.write("t", torch.zeros(2, 3))
-            writer.sync()
+    full_disk = pytest.raises(SutureError, match=r"the disk is full; free some space, then run again with --resume")
+    with full_disk, ShardWriter(tmp_path, plan) as writer:
+        writer.write("t", torch.zeros(2, 3))
+        writer.sync()
 
 
 def test_a_short_write_is_continued(tmp_path, monkeypatch):
