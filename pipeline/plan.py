@@ -256,9 +256,9 @@ def probe_ids(plan: Plan) -> torch.Tensor:
     """
     length = min(128, plan.text.max_positions or 128)
     if plan.calibration is not None:
-        return torch.from_numpy(plan.calibration.blocks.ids[:2, :length].copy())
+        return torch.from_numpy(plan.calibration.blocks.ids[:1, :length].copy())
     generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, plan.text.vocabulary, (2, length), generator=generator)
+    return torch.randint(0, plan.text.vocabulary, (1, length), generator=generator)
 
 
 def _verify_blocks(plan: Plan) -> int:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..calibrate.replay import Stream, overflowing_layer, run_block
-from ..calibrate.skeleton import Skeleton, open_skeleton
+from ..calibrate.skeleton import Skeleton, finite, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
 from ..checkpoint.manifest import Account
@@ -190,6 +190,8 @@ def _copy_rest(work: StepRun, plan: QuantizePlan, writer: ShardWriter) -> None:
     inside = {place.tensor for index in blocks for place in plan.layout.block_tensors(index).values()}
     for name, account in plan.accounts.items():
         if account.action == "copied" and name not in inside:
+            if work.checkpoint.dtypes[name] in STORAGE:
+                finite(work.checkpoint.read(name), name, work.checkpoint.source)
             writer.write_bytes(name, work.checkpoint.read_bytes(name))
     writer.sync()
     work.staging.record({"step": work.key, "unit": "rest"})

@@ -49,7 +49,9 @@ def rtn_block(
     for linear in chosen:
         weight = _weight(skeleton, linear)
         quantized = rtn(weight, settings.scheme, storage, search=settings.range_search)
-        layers.append(_finish(skeleton, linear, quantized, _record("rtn", weight, quantized)))
+        dense = quantized.dequantize()
+        record = ModuleRecord("rtn", _weight_error(weight, dense))
+        layers.append(_finish(skeleton, linear, quantized, dense, record))
     return layers
 
 
@@ -112,29 +114,35 @@ def _gptq_sharing_inputs(
     )
     result = gptq(torch.cat(weights), hessian, options, storage)
     parts = split_rows(result.quantized, [linear.out_features for linear in linears])
-    return [
-        _finish(skeleton, linear, part, _gptq_record(result, weight, part, hessian, moment.tokens))
-        for linear, weight, part in zip(linears, weights, parts, strict=True)
-    ]
+    layers = []
+    for linear, weight, part in zip(linears, weights, parts, strict=True):
+        dense = part.dequantize()
+        record = _gptq_record(result, weight, dense, hessian, moment.tokens)
+        layers.append(_finish(skeleton, linear, part, dense, record))
+    return layers
 
 
-def _gptq_record(
-    result: GPTQResult, weight: Tensor, quantized: Quantized, hessian: Tensor, tokens: int
-) -> ModuleRecord:
+def _gptq_record(result: GPTQResult, weight: Tensor, dense: Tensor, hessian: Tensor, tokens: int) -> ModuleRecord:
     fallback = None
     if result.method == "rtn":
         fallback = "no calibration token reached it" if tokens == 0 else "H is not positive definite at any damping"
-    error = output_error(weight, quantized.dequantize(), hessian) if tokens else None
-    plain = _record(result.method, weight, quantized)
+    error = output_error(weight, dense, hessian) if tokens else None
     return ModuleRecord(
-        plain.method, plain.weight_error, error, tokens, result.damp, result.retries, result.dead, fallback
+        result.method,
+        _weight_error(weight, dense),
+        error,
+        tokens,
+        result.damp,
+        result.retries,
+        result.dead,
+        fallback,
     )
 
 
-def _record(method: str, weight: Tensor, quantized: Quantized) -> ModuleRecord:
-    difference = torch.linalg.vector_norm(weight - quantized.dequantize().float(), dtype=torch.float64)
+def _weight_error(weight: Tensor, dense: Tensor) -> float:
+    difference = torch.linalg.vector_norm(weight - dense.float(), dtype=torch.float64)
     size = torch.linalg.vector_norm(weight, dtype=torch.float64)
-    return ModuleRecord(method, float(difference / size) if float(size) else 0.0)
+    return float(difference / size) if float(size) else 0.0
 
 
 def _module(skeleton: Skeleton, linear: Linear) -> nn.Module:
@@ -147,8 +155,10 @@ def _weight(skeleton: Skeleton, linear: Linear) -> Tensor:
     return weight.T.contiguous() if linear.conv1d else weight
 
 
-def _finish(skeleton: Skeleton, linear: Linear, quantized: Quantized, record: ModuleRecord) -> QuantizedLayer:
-    dense = quantized.dequantize()
+def _finish(
+    skeleton: Skeleton, linear: Linear, quantized: Quantized, dense: Tensor, record: ModuleRecord
+) -> QuantizedLayer:
+    """Put the dequantized weight into the module: what follows sees what a loader will see."""
     parameter = _module(skeleton, linear).get_parameter("weight")
     parameter.data.copy_(dense.T if linear.conv1d else dense)
     return QuantizedLayer(linear, quantized, record)

@@ -319,7 +319,7 @@ WRONG = {
     "b17 activations that overflow": (
         lambda h: poison(h, "model.layers.0.mlp.down_proj.weight", 3e38),
         gptq(),
-        ["model.layers.0", "NaN or infinite"],
+        ["block 0", "hold NaN or values too large", "overflows"],
     ),
 }
 
@@ -693,7 +693,7 @@ def small_disk(place: Path, kilobytes: int):
         subprocess.run(["umount", "-l", place], check=True)
 
 
-@pytest.mark.parametrize("kilobytes", [16, 96, 192, 224, 256, 288, 320, 400, 512])
+@pytest.mark.parametrize("kilobytes", [16, 192, 224, 256, 288, 320, 512])
 def test_a_full_disk_is_one_sentence_and_with_more_space_the_run_resumes(home, finished, kilobytes):
     with small_disk(home / "disk", kilobytes):
         report = {"data": "evaluation.jsonl", "window": 16}

@@ -268,7 +268,7 @@ def test_infinite_losses_are_kept_and_written_as_strings(small, tmp_path):
             windows=plan,
             nll={"base": nll[base], "candidate": nll[candidate]},
             protocol={"data": "made up", "documents": 6, "documents_skipped": {}, "content_sha256": "0" * 64}
-            | {"unscored": plan.n_unscored, **plan.protocol(), "dtype": "float32"},
+            | {"unscored": plan.n_unscored, "bos_id": None, **plan.protocol(), "dtype": "float32"},
             level=0.95,
             warnings=(),
             calibration=None,
