@@ -11,6 +11,9 @@ that would pass the memory budget, `paused=False` re-runs instead, with the same
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -95,6 +98,13 @@ class Stream:
             raise SutureError(f"{path}: the saved hidden states are not {size} bytes", "start again with --overwrite")
         with path.open("rb") as file:
             file.readinto(self._bytes())
+
+
+def release_memory() -> None:
+    """Give memory that was freed in pieces back to the system, where the C library can (glibc)."""
+    gc.collect()
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def run_block(skeleton: Skeleton, index: int, stream: Stream) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibrate.replay import Stream, overflowing_layer, run_block
+from ..calibrate.replay import Stream, overflowing_layer, release_memory, run_block
 from ..calibrate.skeleton import Skeleton, finite, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
@@ -260,6 +260,8 @@ class _Streams:
         """Logits [B, T, vocab] of the probe after `verify_blocks` blocks, computed from the weights in memory."""
         verified = min(self.work.verify_blocks, n_blocks)
         self.probe.restore(self._file("probe", verified - 1))
+        self.calibration = None  # nothing of it is needed any more
+        release_memory()
         self.skeleton.load_head()
         hidden = self.probe.hidden[0].to(self.skeleton.device)
         logits = self.skeleton.logits(hidden, torch.arange(hidden.shape[1])).cpu()

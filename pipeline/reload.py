@@ -29,8 +29,10 @@ def load_and_run(model_dir: str, ids: Tensor) -> dict[str, Any]:
     with torch.no_grad():
         # the first forward makes packed weights dense; few tokens, since 16-bit products are slow on many CPUs
         stored = model(ids[:, :16], use_cache=False).logits.float()
+        rounded = any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in model.buffers())
         torch.nn.Module.float(model)  # past transformers' guard: the weights are dense now
-        _restore_buffers(model, config)
+        if rounded:
+            _restore_buffers(model, config)
         logits = model(ids, use_cache=False).logits.float()
     return {
         "logits": logits,
