@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import SutureError
@@ -58,3 +58,53 @@ class PlannedSource:
 
     def read_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
         return self.read(name)
+
+
+@dataclass(frozen=True)
+class OverlaySource:
+    """What a step is turning `base` into: its planned names and shapes, with the tensors that exist so far.
+
+    A tensor that was `put` is read as it is; any other planned name is read from `base`, where it must be unchanged.
+    """
+
+    planned: PlannedSource
+    base: TensorSource
+    _new: dict[str, torch.Tensor] = field(default_factory=dict)
+
+    @property
+    def source(self) -> str:
+        return self.planned.source
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.planned.config
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self.planned.shapes
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        return self.planned.dtypes
+
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Make `tensors` readable. Raises SutureError for a name or a shape that was not planned."""
+        for name, tensor in tensors.items():
+            if self.shapes.get(name) != tuple(tensor.shape):
+                raise SutureError(f"{name}: {list(tensor.shape)} was made, {self.shapes.get(name)} was planned")
+            self._new[name] = tensor
+
+    def forget(self, names: Iterable[str]) -> None:
+        for name in names:
+            self._new.pop(name, None)
+
+    def read(self, name: str) -> torch.Tensor:
+        return self._new[name] if name in self._new else self._unchanged(name).read(name)
+
+    def read_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
+        return self._new[name][list(rows)] if name in self._new else self._unchanged(name).read_rows(name, rows)
+
+    def _unchanged(self, name: str) -> TensorSource:
+        if self.base.shapes.get(name) != self.shapes.get(name):
+            raise SutureError(f"{name}: not made yet")
+        return self.base

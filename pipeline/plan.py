@@ -77,7 +77,7 @@ def make_plan(
     """Raises SutureError for everything that can be refused now. Reads no weights, writes nothing."""
     resolved = recipe.resolved_steps()
     _check_order([name for name, _ in resolved])
-    needy = [name for name, _ in resolved if STEPS[name].needs_text]
+    needy = [name for name, settings in resolved if STEPS[name].needs_text(settings)]
     if needy and recipe.calibration is None:
         raise SutureError(f"calibration: missing, but {needy[0]} needs text", "add calibration: {data: builtin:novels}")
     checkpoint = open_checkpoint(recipe.model, download=recipe.download, revision=recipe.revision)

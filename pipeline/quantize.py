@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from ..calibrate.replay import Stream, overflowing_layer, release_memory, run_block
-from ..calibrate.skeleton import Skeleton, finite, open_skeleton
+from ..calibrate.skeleton import Skeleton, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
 from ..checkpoint.manifest import Account
@@ -25,6 +21,7 @@ from ..quant.scheme import STORAGE
 from ..quant.settings import GPTQSettings, RTNSettings
 from ..quant.targets import Selection, select
 from .step import Prepared, StepResult, StepRun
+from .walk import CALIBRATION, BlockStreams, advance_probe, copy_rest
 
 
 @dataclass(frozen=True)
@@ -114,10 +111,10 @@ def run(work: StepRun, plan: QuantizePlan, settings: RTNSettings) -> StepResult:
     """Quantize, write and journal one block after another."""
     skeleton = open_skeleton(work.checkpoint, device=work.device)
     chosen = {linear.name for linear in plan.selection.chosen}
-    streams = _Streams(work, skeleton, isinstance(settings, GPTQSettings))
+    streams = BlockStreams(work, skeleton, (CALIBRATION,) if isinstance(settings, GPTQSettings) else ())
     modules: dict[str, Any] = {}
     with ShardWriter(work.directory, work.shards) as writer:
-        _copy_rest(work, plan, writer)
+        copy_rest(work, plan, plan.layout, writer)
         for index in work.progress.track(range(skeleton.n_blocks), skeleton.n_blocks, work.label):
             entry = work.staging.find(step=work.key, block=index)
             if entry is not None:
@@ -126,7 +123,7 @@ def run(work: StepRun, plan: QuantizePlan, settings: RTNSettings) -> StepResult:
             streams.resume_after(index - 1)
             skeleton.load_block(index)
             layers = _quantize_block(work, skeleton, index, streams, chosen, settings, plan)
-            _advance_probe(skeleton, index, streams.probe)
+            advance_probe(skeleton, index, streams.probe)
             records = _write_block(work, skeleton, index, layers, writer)
             skeleton.free_block(index)
             streams.save(index, writer, {"step": work.key, "block": index, "modules": records})
@@ -135,22 +132,11 @@ def run(work: StepRun, plan: QuantizePlan, settings: RTNSettings) -> StepResult:
     return StepResult(modules, streams.expected(plan.n_blocks))
 
 
-def _advance_probe(skeleton: Skeleton, index: int, probe: Stream) -> None:
-    before = probe.hidden[0].clone()
-    run_block(skeleton, index, probe)
-    if not bool(torch.isfinite(probe.buffer).all()):
-        where = overflowing_layer(skeleton, index, before.to(skeleton.device))
-        raise SutureError(
-            f"{where} on the probe text hold NaN or values too large for float32",
-            "a layer before it overflows: check the checkpoint",
-        )
-
-
 def _quantize_block(
     work: StepRun,
     skeleton: Skeleton,
     index: int,
-    streams: _Streams,
+    streams: BlockStreams,
     chosen: set[str],
     settings: RTNSettings,
     plan: QuantizePlan,
@@ -158,8 +144,7 @@ def _quantize_block(
     mine = [linear for group in skeleton.layout.blocks[index] for linear in group if linear.name in chosen]
     storage = STORAGE[work.checkpoint.dtypes[(mine or plan.selection.chosen)[0].place.tensor]]
     if isinstance(settings, GPTQSettings):
-        assert streams.calibration is not None
-        return gptq_block(skeleton, index, streams.calibration, mine, settings, storage, work.paused)
+        return gptq_block(skeleton, index, streams[CALIBRATION], mine, settings, storage, work.paused)
     return rtn_block(skeleton, mine, settings, storage)
 
 
@@ -182,91 +167,10 @@ def _record(layer: QuantizedLayer) -> dict[str, Any]:
     return {**asdict(layer.record), **record, "shape": [layer.linear.out_features, layer.linear.in_features]}
 
 
-def _copy_rest(work: StepRun, plan: QuantizePlan, writer: ShardWriter) -> None:
-    """Tensors outside the blocks."""
-    if work.staging.find(step=work.key, unit="rest") is not None:
-        return
-    blocks = range(len(plan.layout.blocks))
-    inside = {place.tensor for index in blocks for place in plan.layout.block_tensors(index).values()}
-    for name, account in plan.accounts.items():
-        if account.action == "copied" and name not in inside:
-            if work.checkpoint.dtypes[name] in STORAGE:
-                finite(work.checkpoint.read(name), name, work.checkpoint.source)
-            writer.write_bytes(name, work.checkpoint.read_bytes(name))
-    writer.sync()
-    work.staging.record({"step": work.key, "unit": "rest"})
-
-
-class _Streams:
-    """Hidden states between blocks: the calibration batches and the probe, saved so that a killed run goes on."""
-
-    def __init__(self, work: StepRun, skeleton: Skeleton, calibrated: bool) -> None:
-        self.work, self.skeleton = work, skeleton
-        self.at = -1  # block whose outputs the streams hold; -1: embeddings
-        self._started = False
-        self._saver = ThreadPoolExecutor(1, "suture-save")
-        self._saving: Future[None] | None = None
-        self.calibration: Stream | None = None
-        if calibrated:
-            assert work.text is not None
-            ids = torch.from_numpy(work.text.ids).split(work.batch)
-            self.calibration = Stream.empty(skeleton, ids, work.budget, work.staging.work / f"{work.key}-hidden.bin")
-        self.probe = Stream.empty(skeleton, [work.probe])
-
-    def _all(self) -> Iterator[tuple[str, Stream]]:
-        yield "probe", self.probe
-        if self.calibration is not None:
-            yield "calibration", self.calibration
-
-    def resume_after(self, block: int) -> None:
-        """Make the streams hold block `block`'s outputs: they do, they are embedded, or they are read back."""
-        if self._started and self.at == block:
-            return
-        for name, stream in self._all():
-            if block < 0:
-                for ids, hidden in zip(stream.ids, stream.hidden, strict=True):
-                    hidden.copy_(self.skeleton.embed(ids))
-            else:
-                stream.restore(self._file(name, block))
-        self._started, self.at = True, block
-
-    def save(self, block: int, writer: ShardWriter, entry: dict[str, Any]) -> None:
-        """Put what block `block` left on disk and journal it, while the next block computes."""
-        self.wait()
-        self.at = block
-        self._saving = self._saver.submit(self._save, block, writer, entry)
-        for _, stream in self._all():
-            stream.saving = self._saving
-
-    def _save(self, block: int, writer: ShardWriter, entry: dict[str, Any]) -> None:
-        for name, stream in self._all():
-            stream.save(self._file(name, block))
-        writer.sync()
-        self.work.staging.record(entry)
-        self._forget(block - 1)
-
-    def wait(self) -> None:
-        """Return once everything saved so far is on disk and in the journal."""
-        if self._saving is not None:
-            self._saving.result()
-
-    def _forget(self, block: int) -> None:
-        for name, _ in self._all():
-            if block != self.work.verify_blocks - 1 or name != "probe":
-                with contextlib.suppress(FileNotFoundError):
-                    self._file(name, block).unlink()
-
-    def expected(self, n_blocks: int) -> Tensor:
-        """Logits [B, T, vocab] of the probe after `verify_blocks` blocks, computed from the weights in memory."""
-        verified = min(self.work.verify_blocks, n_blocks)
-        self.probe.restore(self._file("probe", verified - 1))
-        self.calibration = None  # nothing of it is needed any more
-        release_memory()
-        self.skeleton.load_head()
-        hidden = self.probe.hidden[0].to(self.skeleton.device)
-        logits = self.skeleton.logits(hidden, torch.arange(hidden.shape[1])).cpu()
-        self.skeleton.free_head()
-        return logits
-
-    def _file(self, name: str, block: int) -> Any:
-        return self.work.staging.work / f"{self.work.key}-{name}-{block}.bin"
+def rehearsal(plan: QuantizePlan, settings: RTNSettings) -> tuple[str, RTNSettings]:
+    """Plain rounding of the first block's layers to the same format."""
+    chosen = [linear.name for linear in plan.selection.chosen if linear.block == 0]
+    block = [linear for group in plan.layout.blocks[0] for linear in group]
+    first = chosen or [linear.name for linear in block if settings.scheme.divides(linear.in_features)]
+    fields = {key: getattr(settings, key) for key in RTNSettings.model_fields}
+    return "rtn", RTNSettings(**fields | {"search": False, "targets": first, "ignore": []})

@@ -32,10 +32,8 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import Staging, open_staging, write_whole
 from ..checkpoint.writer import ShardPlan, plan_shards
 from ..quant.decode import dense_view
-from ..quant.settings import RTNSettings
 from ..report.document import REPORT_FILES, Report, make_report, write_report
 from ..report.score import score
-from . import quantize
 from .plan import Plan, PlannedStep, make_plan, probe_ids
 from .progress import Progress, Silent
 from .recipe import Recipe
@@ -162,14 +160,11 @@ def preflight(plan: Plan, scratch: Path) -> None:
 
 
 def _data_free(step: PlannedStep) -> tuple[StepKind, BaseModel]:
-    """The step, or in the place of one that needs text, rounding of the same layers to the same format."""
-    if not isinstance(step.settings, RTNSettings) or not isinstance(step.prepared, quantize.QuantizePlan):
+    """The step as the preflight runs it."""
+    if step.kind.rehearsal is None:
         return step.kind, step.settings
-    chosen = [linear.name for linear in step.prepared.selection.chosen if linear.block == 0]
-    block = [linear for group in step.prepared.layout.blocks[0] for linear in group]
-    first = chosen or [linear.name for linear in block if step.settings.scheme.divides(linear.in_features)]
-    fields = {key: getattr(step.settings, key) for key in RTNSettings.model_fields}
-    return STEPS["rtn"], RTNSettings(**fields | {"search": False, "targets": first, "ignore": []})
+    name, settings = step.kind.rehearsal(step.prepared, step.settings)
+    return STEPS[name], settings
 
 
 def _one_block(plan: Plan) -> Checkpoint:
@@ -190,15 +185,17 @@ def _run_steps(plan: Plan, staging: Staging, progress: Progress) -> list[StepRes
         last = number == len(plan.steps)
         directory = staging.model if last else staging.work / f"after-step-{number}"
         key = f"step-{number}"
-        if not last and staging.find(step=key, unit="done") is not None:
+        done = None if last else staging.find(step=key, unit="done")
+        if done is not None:
             source = open_checkpoint(directory)
-            results.append(StepResult({}, torch.empty(0)))
+            results.append(StepResult(done["modules"], torch.empty(0), done["receipt"]))
             continue
         work = _step_run(plan, staging, key, number, source, step.shards, progress)
         results.append(step.kind.run(replace(work, directory=directory), step.prepared, step.settings))
         write_whole(directory / "config.json", to_json(step.prepared.config))
         if not last:
-            staging.record({"step": key, "unit": "done"})
+            result = results[-1]
+            staging.record({"step": key, "unit": "done", "modules": result.modules, "receipt": result.receipt})
             source = open_checkpoint(directory)
     return results
 
@@ -337,6 +334,7 @@ def _finish(
         },
         "config_edits": _config_edits(plan.checkpoint.config, plan.steps[-1].prepared.config),
         "side_files": sorted(path.name for path in plan.checkpoint.side_files if path.name not in _superseded()),
+        "receipts": [{"step": step.name, **result.receipt} for step, result in zip(plan.steps, results, strict=True)],
         "modules": modules,
         "skipped_layers": dict(plan.steps[-1].prepared.skipped) if modules else {},
         "fallbacks": {name: record["fallback"] for name, record in modules.items() if record.get("fallback")},

@@ -58,6 +58,7 @@ class StepResult:
 
     modules: dict[str, Any]  # per layer: method, errors, fallback
     expected: Tensor  # logits of the probe, from memory
+    receipt: dict[str, Any] = field(default_factory=dict)  # what was proved or measured of the step as a whole
 
 
 @dataclass(frozen=True)
@@ -66,7 +67,18 @@ class StepKind:
 
     settings: type[BaseModel]
     summary: str
-    needs_text: bool  # takes calibration text
+    needs_text: Callable[[Any], bool]  # whether it takes calibration text, given its settings
     rounds: bool  # its output is quantized: nothing that needs full precision may follow
     prepare: Callable[[TensorSource, Any], Prepared]
     run: Callable[[StepRun, Any, Any], StepResult]
+    rehearsal: Callable[[Any, Any], tuple[str, BaseModel]] | None = None
+    """For a step that needs text: (prepared, settings) -> the step and settings that stand for it in the preflight, which
+    has none: they change the same layers' shapes and formats."""
+
+
+def never(settings: Any) -> bool:
+    return False
+
+
+def always(settings: Any) -> bool:
+    return True

@@ -5,10 +5,10 @@ from __future__ import annotations
 from ..quant.settings import GPTQSettings, RTNSettings
 from ..surgery.untie import UntieSettings
 from . import quantize, untie
-from .step import StepKind
+from .step import StepKind, always, never
 
 STEPS: dict[str, StepKind] = {
-    "untie": StepKind(UntieSettings, "give a tied head its own copy", False, False, untie.prepare, untie.run),
-    "rtn": StepKind(RTNSettings, "round to nearest", False, True, quantize.prepare, quantize.run),
-    "gptq": StepKind(GPTQSettings, "GPTQ", True, True, quantize.prepare, quantize.run),
+    "untie": StepKind(UntieSettings, "give a tied head its own copy", never, False, untie.prepare, untie.run),
+    "rtn": StepKind(RTNSettings, "round to nearest", never, True, quantize.prepare, quantize.run, quantize.rehearsal),
+    "gptq": StepKind(GPTQSettings, "GPTQ", always, True, quantize.prepare, quantize.run, quantize.rehearsal),
 }

@@ -1,0 +1,287 @@
+"""What steps share that go through a model block by block: the hidden states between blocks, and the walk itself."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calibrate.replay import Stream, overflowing_layer, release_memory, run_block
+from ..calibrate.skeleton import Skeleton, finite, open_skeleton
+from ..checkpoint.errors import SutureError
+from ..checkpoint.layout import ModelLayout
+from ..checkpoint.source import OverlaySource, PlannedSource
+from ..checkpoint.writer import ShardWriter
+from ..quant.scheme import STORAGE
+from .step import Prepared, StepResult, StepRun
+
+CALIBRATION = "calibration"  # name of the stream of calibration tokens
+ORIGINAL, UNROUNDED = "original", "unrounded"  # the probe through the input, and through the output in float32
+EXACT = 1e-4  # of the largest logit: float32 rounding of another order of the same sums, over all blocks
+
+Convert = Callable[[Skeleton, int, Stream | None], tuple[Mapping[str, Tensor], dict[str, Any]]]
+"""(the input's skeleton with the block loaded, index, calibration stream at the block's inputs) ->
+(the block's changed tensors by the output's disk names, records of its modules). The stream must not be changed."""
+
+
+def planned_source(work: StepRun, plan: Prepared) -> PlannedSource:
+    """The step's output as names and shapes."""
+    return PlannedSource(
+        f"{work.checkpoint.source} in {work.label}",
+        plan.config,
+        {spec.name: spec.shape for spec in plan.specs},
+        {spec.name: spec.dtype for spec in plan.specs},
+    )
+
+
+@torch.no_grad()
+def convert_blocks(
+    work: StepRun,
+    plan: Prepared,
+    layout: ModelLayout,
+    convert: Convert,
+    *,
+    calibrated: bool,
+    converted_inputs: bool = True,
+    outside: Mapping[str, Tensor] | None = None,
+    exact: bool = False,
+) -> StepResult:
+    """Change a model block by block, and write each as it is done; resumes after a kill.
+
+    `layout`: of the input. `outside`: changed tensors outside the blocks, by the output's disk names. What `convert`
+    returns is rounded to its planned dtype before anything is computed from it, so what follows sees what a loader
+    will. With `converted_inputs` a block is shown what the converted blocks before it put out, else what the original
+    ones did. The number of blocks and their order must stay.
+
+    `exact`: the change is claimed to leave every float32 logit what it was. The claim is checked on the probe with the
+    changed tensors as they are before they are rounded to their stored dtype; SutureError when it does not hold, and
+    the receipt holds the largest difference and the KL divergence when it does.
+    """
+    before = open_skeleton(work.checkpoint, device=work.device)
+    overlay = OverlaySource(planned_source(work, plan), work.checkpoint)
+    outside = outside or {}
+    overlay.put(_stored(overlay, outside))
+    after = open_skeleton(overlay, device=work.device)
+    streams = BlockStreams(work, after, (CALIBRATION,) if calibrated else (), (ORIGINAL, UNROUNDED) if exact else ())
+    streams.embedder[ORIGINAL] = before
+    if calibrated and not converted_inputs:
+        streams.embedder[CALIBRATION] = before
+    unrounded = open_skeleton(_unrounded(overlay, outside), device=work.device) if exact else None
+    if unrounded is not None:
+        streams.embedder[UNROUNDED] = unrounded
+    modules: dict[str, Any] = {}
+    with ShardWriter(work.directory, work.shards) as writer:
+        copy_rest(work, plan, layout, writer, overlay, tuple(outside or ()))
+        for index in work.progress.track(range(after.n_blocks), after.n_blocks, work.label):
+            entry = work.staging.find(step=work.key, block=index)
+            if entry is not None:
+                modules |= entry["modules"]
+                continue
+            streams.resume_after(index - 1)
+            before.load_block(index)
+            made, records = convert(before, index, streams[CALIBRATION] if calibrated else None)
+            if calibrated and not converted_inputs:
+                run_block(before, index, streams[CALIBRATION])
+            if unrounded is not None:
+                run_block(before, index, streams[ORIGINAL])
+                _run_unrounded(unrounded, index, made, streams[UNROUNDED])
+            before.free_block(index)
+            overlay.put(_stored(overlay, made))
+            after.load_block(index)
+            if calibrated and converted_inputs:
+                run_block(after, index, streams[CALIBRATION])
+            advance_probe(after, index, streams.probe)
+            after.free_block(index)
+            for name in dict.fromkeys(place.tensor for place in after.layout.block_tensors(index).values()):
+                if name in made:
+                    writer.write(name, overlay.read(name))
+                else:
+                    writer.write_bytes(name, work.checkpoint.read_bytes(name))
+            overlay.forget(made)
+            streams.save(index, writer, {"step": work.key, "block": index, "modules": records})
+            modules |= records
+        streams.wait()
+    receipt: dict[str, Any] = {}
+    if unrounded is not None:
+        verified = min(work.verify_blocks, plan.n_blocks)
+        receipt = check_exact(
+            work.label, streams.logits(ORIGINAL, before, verified), streams.logits(UNROUNDED, unrounded, verified)
+        )
+    return StepResult(modules, streams.expected(plan.n_blocks), receipt)
+
+
+def check_exact(what: str, original: Tensor, changed: Tensor) -> dict[str, Any]:
+    """Receipt of a change that must preserve the function. Raises SutureError when logits [B, T, vocab] differ by more
+    than float32 rounding."""
+    difference, scale = float((original - changed).abs().max()), float(original.abs().max())
+    if not difference <= EXACT * scale:
+        raise SutureError(
+            f"{what}: should leave the model's function as it is, but float32 logits up to {scale:.3g} move by "
+            f"{difference:.3g}",
+            "nothing was written; please report this",
+        )
+    log_p, log_q = original.double().log_softmax(-1), changed.double().log_softmax(-1)
+    kl = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+    return {
+        "exact": True,
+        "max_logit_difference": float(f"{difference:.3g}"),
+        "largest_logit": float(f"{scale:.3g}"),
+        "kl": float(f"{max(kl, 0.0):.3g}"),
+        "tokens": original.shape[0] * original.shape[1],
+    }
+
+
+def _unrounded(overlay: OverlaySource, outside: Mapping[str, Tensor]) -> OverlaySource:
+    """The same plan, for tensors that are not rounded to their stored dtype."""
+    source = OverlaySource(overlay.planned, overlay.base)
+    source.put({name: tensor.cpu() for name, tensor in outside.items()})
+    return source
+
+
+def _run_unrounded(skeleton: Skeleton, index: int, made: Mapping[str, Tensor], stream: Stream) -> None:
+    source = skeleton.source
+    assert isinstance(source, OverlaySource)
+    source.put({name: tensor.cpu() for name, tensor in made.items()})
+    skeleton.load_block(index)
+    run_block(skeleton, index, stream)
+    skeleton.free_block(index)
+    source.forget(made)
+
+
+def _stored(overlay: OverlaySource, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors in the dtypes that were planned for them."""
+    return {name: tensor.to(STORAGE[overlay.dtypes[name]]).contiguous().cpu() for name, tensor in tensors.items()}
+
+
+def advance_probe(skeleton: Skeleton, index: int, probe: Stream) -> None:
+    """Run block `index` over the probe. Raises SutureError naming the first layer that overflows."""
+    before = probe.hidden[0].clone()
+    run_block(skeleton, index, probe)
+    if not bool(torch.isfinite(probe.buffer).all()):
+        where = overflowing_layer(skeleton, index, before.to(skeleton.device))
+        raise SutureError(
+            f"{where} on the probe text hold NaN or values too large for float32",
+            "a layer before it overflows: check the checkpoint",
+        )
+
+
+def copy_rest(
+    work: StepRun,
+    plan: Prepared,
+    layout: ModelLayout,
+    writer: ShardWriter,
+    overlay: OverlaySource | None = None,
+    changed: tuple[str, ...] = (),
+) -> None:
+    """Write the tensors outside the blocks: copies, and from `overlay` those named in `changed`."""
+    if work.staging.find(step=work.key, unit="rest") is not None:
+        return
+    blocks = range(len(layout.blocks))
+    inside = {place.tensor for index in blocks for place in layout.block_tensors(index).values()}
+    for name in changed:
+        assert overlay is not None
+        writer.write(name, finite(overlay.read(name), name, work.checkpoint.source))
+    for name, account in plan.accounts.items():
+        if account.action == "copied" and name not in inside and name not in changed:
+            if work.checkpoint.dtypes[name] in STORAGE:
+                finite(work.checkpoint.read(name), name, work.checkpoint.source)
+            writer.write_bytes(name, work.checkpoint.read_bytes(name))
+    writer.sync()
+    work.staging.record({"step": work.key, "unit": "rest"})
+
+
+class BlockStreams:
+    """Hidden states between blocks: the probe and any streams over the calibration tokens, saved so that a killed run
+    goes on.
+
+    `skeleton` embeds them, unless `embedder` names another for a stream, and gives the probe's logits at the end.
+    """
+
+    def __init__(
+        self, work: StepRun, skeleton: Skeleton, names: tuple[str, ...] = (), probes: tuple[str, ...] = ()
+    ) -> None:
+        self.work, self.skeleton = work, skeleton
+        self.at = -1  # block whose outputs the streams hold; -1: embeddings
+        self.embedder: dict[str, Skeleton] = {}
+        self._started = False
+        self._saver = ThreadPoolExecutor(1, "suture-save")
+        self._saving: Future[None] | None = None
+        self.probe = Stream.empty(skeleton, [work.probe])
+        self._probes = {name: Stream.empty(skeleton, [work.probe]) for name in probes}
+        self._calibrated: dict[str, Stream] = {}
+        for name in names:
+            assert work.text is not None
+            ids = torch.from_numpy(work.text.ids).split(work.batch)
+            spill = work.staging.work / f"{work.key}-{name}-hidden.bin"
+            self._calibrated[name] = Stream.empty(skeleton, ids, work.budget // len(names), spill)
+
+    def __getitem__(self, name: str) -> Stream:
+        return self._calibrated[name] if name in self._calibrated else self._probes[name]
+
+    def _all(self) -> Iterator[tuple[str, Stream]]:
+        yield "probe", self.probe
+        yield from self._probes.items()
+        yield from self._calibrated.items()
+
+    def resume_after(self, block: int) -> None:
+        """Make the streams hold block `block`'s outputs: they do, they are embedded, or they are read back."""
+        if self._started and self.at == block:
+            return
+        for name, stream in self._all():
+            if block < 0:
+                skeleton = self.embedder.get(name, self.skeleton)
+                for ids, hidden in zip(stream.ids, stream.hidden, strict=True):
+                    hidden.copy_(skeleton.embed(ids))
+            else:
+                stream.restore(self._file(name, block))
+        self._started, self.at = True, block
+
+    def save(self, block: int, writer: ShardWriter, entry: dict[str, Any]) -> None:
+        """Put what block `block` left on disk and journal it, while the next block computes."""
+        self.wait()
+        self.at = block
+        self._saving = self._saver.submit(self._save, block, writer, entry)
+        for _, stream in self._all():
+            stream.saving = self._saving
+
+    def _save(self, block: int, writer: ShardWriter, entry: dict[str, Any]) -> None:
+        for name, stream in self._all():
+            stream.save(self._file(name, block))
+        writer.sync()
+        self.work.staging.record(entry)
+        self._forget(block - 1)
+
+    def wait(self) -> None:
+        """Return once everything saved so far is on disk and in the journal."""
+        if self._saving is not None:
+            self._saving.result()
+
+    def _forget(self, block: int) -> None:
+        for name, _ in self._all():
+            if block != self.work.verify_blocks - 1 or name in self._calibrated:
+                with contextlib.suppress(FileNotFoundError):
+                    self._file(name, block).unlink()
+
+    def expected(self, n_blocks: int) -> Tensor:
+        """Logits [B, T, vocab] of the probe after `verify_blocks` blocks, computed from the weights in memory."""
+        self._calibrated.clear()  # nothing of it is needed any more
+        release_memory()
+        return self.logits("probe", self.skeleton, min(self.work.verify_blocks, n_blocks))
+
+    def logits(self, name: str, skeleton: Skeleton, n_blocks: int) -> Tensor:
+        """Logits [B, T, vocab] by `skeleton`'s head of the stream `name` over the probe, after `n_blocks` blocks."""
+        stream = self.probe if name == "probe" else self._probes[name]
+        stream.restore(self._file(name, n_blocks - 1))
+        skeleton.load_head()
+        hidden = stream.hidden[0].to(skeleton.device)
+        logits = skeleton.logits(hidden, torch.arange(hidden.shape[1])).cpu()
+        skeleton.free_head()
+        return logits
+
+    def _file(self, name: str, block: int) -> Path:
+        return self.work.staging.work / f"{self.work.key}-{name}-{block}.bin"
