@@ -16,10 +16,10 @@ from ..checkpoint.source import TensorSource
 from ..checkpoint.writer import ShardWriter, TensorSpec
 from ..quant.block import QuantizedLayer, gptq_block, rtn_block
 from ..quant.compressed_tensors import tensor_specs, tensors
-from ..quant.export import check_divisible, check_format, config_entry
-from ..quant.scheme import STORAGE
-from ..quant.settings import GPTQSettings, RTNSettings
-from ..quant.targets import Selection, select
+from ..quant.export import check_divisible, check_format, config_entry, scheme_groups
+from ..quant.scheme import STORAGE, Scheme
+from ..quant.settings import GPTQSettings, RTNSettings, Rule
+from ..quant.targets import Selection, assign_schemes, select
 from .step import Prepared, StepResult, StepRun
 from .walk import CALIBRATION, BlockStreams, advance_probe, copy_rest
 
@@ -30,14 +30,17 @@ class QuantizePlan(Prepared):
 
     layout: ModelLayout
     selection: Selection
+    schemes: dict[str, Scheme]  # of the chosen layers
 
 
 def prepare(source: TensorSource, settings: RTNSettings) -> QuantizePlan:
     """Plan the step from names and shapes alone. Raises SutureError for everything that could fail later."""
     layout = open_skeleton(source).layout
     selection = select(layout, settings.targets, settings.ignore)
-    check_divisible(selection, settings.scheme)
-    check_format(layout, settings.scheme)
+    schemes = assign_schemes(layout, selection, settings)
+    groups = scheme_groups(selection, schemes)
+    check_divisible(groups)
+    check_format(layout, groups)
     by_tensor: dict[str, list[Linear]] = {}
     for linear in selection.chosen:
         dtype = source.dtypes[linear.place.tensor]
@@ -50,7 +53,6 @@ def prepare(source: TensorSource, settings: RTNSettings) -> QuantizePlan:
     _no_expert_left_behind(layout, selection, by_tensor)
     specs: list[TensorSpec] = []
     accounts: dict[str, Account] = {}
-    how = f"quantized to {settings.bits} bits"
     for name, shape in source.shapes.items():
         if name in layout.stale:
             accounts[name] = Account("dropped", reason=layout.stale[name])
@@ -58,13 +60,15 @@ def prepare(source: TensorSource, settings: RTNSettings) -> QuantizePlan:
         new = [
             TensorSpec(*spec)
             for linear in by_tensor.get(name, ())
-            for spec in tensor_specs(linear, settings.scheme, source.dtypes[name])
+            for spec in tensor_specs(linear, schemes[linear.name], source.dtypes[name])
         ]
+        bits = sorted({schemes[linear.name].bits for linear in by_tensor.get(name, ())})
+        how = f"quantized to {' and '.join(map(str, bits))} bits"
         specs += new or [TensorSpec(name, source.dtypes[name], shape)]
         accounts[name] = (
             Account("changed", tuple(spec.name for spec in new), how) if new else Account("copied", (name,))
         )
-    config = {**source.config, "quantization_config": config_entry(layout, selection, settings.scheme)}
+    config = {**source.config, "quantization_config": config_entry(layout, selection, groups)}
     return QuantizePlan(
         specs=tuple(specs),
         config=config,
@@ -74,6 +78,7 @@ def prepare(source: TensorSource, settings: RTNSettings) -> QuantizePlan:
         skipped=selection.skipped,
         layout=layout,
         selection=selection,
+        schemes=schemes,
     )
 
 
@@ -144,8 +149,8 @@ def _quantize_block(
     mine = [linear for group in skeleton.layout.blocks[index] for linear in group if linear.name in chosen]
     storage = STORAGE[work.checkpoint.dtypes[(mine or plan.selection.chosen)[0].place.tensor]]
     if isinstance(settings, GPTQSettings):
-        return gptq_block(skeleton, index, streams[CALIBRATION], mine, settings, storage, work.paused)
-    return rtn_block(skeleton, mine, settings, storage)
+        return gptq_block(skeleton, index, streams[CALIBRATION], mine, settings, storage, work.paused, plan.schemes)
+    return rtn_block(skeleton, mine, settings, storage, plan.schemes)
 
 
 def _write_block(
@@ -168,9 +173,13 @@ def _record(layer: QuantizedLayer) -> dict[str, Any]:
 
 
 def rehearsal(plan: QuantizePlan, settings: RTNSettings) -> tuple[str, RTNSettings]:
-    """Plain rounding of the first block's layers to the same format."""
-    chosen = [linear.name for linear in plan.selection.chosen if linear.block == 0]
+    """Plain rounding of the first block's layers to the same formats."""
     block = [linear for group in plan.layout.blocks[0] for linear in group]
-    first = chosen or [linear.name for linear in block if settings.scheme.divides(linear.in_features)]
+    chosen = [linear for linear in block if linear.name in plan.schemes]
+    first = chosen or [linear for linear in block if settings.scheme.divides(linear.in_features)]
+    rules = [Rule(match=linear.name, **asdict(plan.schemes[linear.name])) for linear in chosen]
+    one = len({plan.schemes[linear.name] for linear in chosen}) < 2
     fields = {key: getattr(settings, key) for key in RTNSettings.model_fields}
-    return "rtn", RTNSettings(**fields | {"search": False, "targets": first, "ignore": []})
+    fields |= asdict(plan.schemes[chosen[0].name]) if chosen else {}
+    changed = {"search": False, "targets": [x.name for x in first], "ignore": [], "rules": [] if one else rules}
+    return "rtn", RTNSettings(**fields | changed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear
 from .gptq import GPTQOptions, GPTQResult, gptq, output_error
 from .rtn import rtn
-from .scheme import Quantized, split_rows
+from .scheme import Quantized, Scheme, split_rows
 from .settings import GPTQSettings, RTNSettings
 
 
@@ -42,13 +42,20 @@ class QuantizedLayer:
 
 
 def rtn_block(
-    skeleton: Skeleton, chosen: Sequence[Linear], settings: RTNSettings, storage: torch.dtype
+    skeleton: Skeleton,
+    chosen: Sequence[Linear],
+    settings: RTNSettings,
+    storage: torch.dtype,
+    schemes: Mapping[str, Scheme] | None = None,
 ) -> list[QuantizedLayer]:
-    """Round the chosen layers of a loaded block; its modules then hold the dequantized weights."""
+    """Round the chosen layers of a loaded block; its modules then hold the dequantized weights.
+
+    `schemes`: layer -> its format, where it is not the settings' own.
+    """
     layers = []
     for linear in chosen:
         weight = _weight(skeleton, linear)
-        quantized = rtn(weight, settings.scheme, storage, search=settings.range_search)
+        quantized = rtn(weight, _scheme(linear, settings, schemes), storage, search=settings.range_search)
         dense = quantized.dequantize()
         record = ModuleRecord("rtn", _weight_error(weight, dense))
         layers.append(_finish(skeleton, linear, quantized, dense, record))
@@ -63,8 +70,12 @@ def gptq_block(
     settings: GPTQSettings,
     storage: torch.dtype,
     paused: bool = True,
+    schemes: Mapping[str, Scheme] | None = None,
 ) -> list[QuantizedLayer]:
-    """GPTQ on a loaded block, stage by stage; the stream then holds the quantized block's outputs."""
+    """GPTQ on a loaded block, stage by stage; the stream then holds the quantized block's outputs.
+
+    `schemes`: layer -> its format, where it is not the settings' own.
+    """
     names = {linear.name for linear in chosen}
     stages = [
         wanted
@@ -83,11 +94,11 @@ def gptq_block(
             moments[expert].add(x)
 
     def change(stage: int) -> None:
-        by_expert: dict[int | None, list[Linear]] = {}
+        together: dict[tuple[int | None, Scheme], list[Linear]] = {}
         for linear in stages[stage]:
-            by_expert.setdefault(linear.expert, []).append(linear)
-        for expert, linears in by_expert.items():
-            layers.extend(_gptq_sharing_inputs(skeleton, linears, moments[expert], settings, storage))
+            together.setdefault((linear.expert, _scheme(linear, settings, schemes)), []).append(linear)
+        for (expert, scheme), linears in together.items():
+            layers.extend(_gptq_sharing_inputs(skeleton, linears, moments[expert], settings, scheme, storage))
         moments.clear()
 
     staged_block(skeleton, index, stream, stages, observe, change, paused)
@@ -99,6 +110,7 @@ def _gptq_sharing_inputs(
     linears: Sequence[Linear],
     moment: SecondMoment,
     settings: GPTQSettings,
+    scheme: Scheme,
     storage: torch.dtype,
 ) -> list[QuantizedLayer]:
     """Layers with the same inputs share H, so their rows go through GPTQ together; rows do not feel one another."""
@@ -109,9 +121,7 @@ def _gptq_sharing_inputs(
             f"{linears[0].name}: its inputs on the calibration text hold NaN or values too large for float32",
             "a layer before it overflows: check the checkpoint",
         )
-    options = GPTQOptions(
-        settings.scheme, settings.damp, actorder=settings.actorder == "static", search=settings.range_search
-    )
+    options = GPTQOptions(scheme, settings.damp, actorder=settings.actorder == "static", search=settings.range_search)
     result = gptq(torch.cat(weights), hessian, options, storage)
     parts = split_rows(result.quantized, [linear.out_features for linear in linears])
     layers = []
@@ -143,6 +153,10 @@ def _weight_error(weight: Tensor, dense: Tensor) -> float:
     difference = torch.linalg.vector_norm(weight - dense.float(), dtype=torch.float64)
     size = torch.linalg.vector_norm(weight, dtype=torch.float64)
     return float(difference / size) if float(size) else 0.0
+
+
+def _scheme(linear: Linear, settings: RTNSettings, schemes: Mapping[str, Scheme] | None) -> Scheme:
+    return settings.scheme if schemes is None else schemes[linear.name]
 
 
 def _module(skeleton: Skeleton, linear: Linear) -> nn.Module:

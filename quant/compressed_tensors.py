@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -76,23 +77,17 @@ def from_tensors(name: str, stored: Mapping[str, Tensor], scheme: Scheme, transp
     )
 
 
-def quantization_config(
-    scheme: Scheme, ignore: Sequence[str], dequantize: bool, conv1d_inputs: int | None = None
-) -> dict[str, Any]:
-    """The `quantization_config` of config.json. The loader forbids unknown keys inside a group.
+@dataclass(frozen=True)
+class ConfigGroup:
+    """An entry of `config_groups`: a format, and which modules have it."""
 
-    `conv1d_inputs`: for [in, out] storage, the inputs per block.
-    """
-    weights: dict[str, Any] = {
-        "num_bits": scheme.bits,
-        "type": "int",
-        "symmetric": scheme.symmetric,
-        "strategy": "channel" if scheme.group_size == -1 else "group",
-        "group_size": None if scheme.group_size == -1 else scheme.group_size,
-        "dynamic": False,
-    }
-    if conv1d_inputs is not None:
-        weights |= {"strategy": "block", "group_size": None, "block_structure": [conv1d_inputs, 1]}
+    scheme: Scheme
+    targets: Sequence[str]
+    conv1d_inputs: int | None = None  # for [in, out] storage, the inputs per block
+
+
+def quantization_config(groups: Sequence[ConfigGroup], ignore: Sequence[str], dequantize: bool) -> dict[str, Any]:
+    """The `quantization_config` of config.json. The loader forbids unknown keys inside a group."""
     config: dict[str, Any] = {
         "quant_method": "compressed-tensors",
         "format": "pack-quantized",
@@ -101,18 +96,34 @@ def quantization_config(
         "kv_cache_scheme": None,
         "global_compression_ratio": None,
         "config_groups": {
-            "group_0": {
-                "targets": ["Linear"],
+            f"group_{i}": {
+                "targets": list(group.targets),
                 "format": "pack-quantized",
-                "weights": weights,
+                "weights": _weights_entry(group),
                 "input_activations": None,
                 "output_activations": None,
             }
+            for i, group in enumerate(groups)
         },
     }
     if dequantize:
         config["dequantize"] = True
     return config
+
+
+def _weights_entry(group: ConfigGroup) -> dict[str, Any]:
+    scheme = group.scheme
+    weights: dict[str, Any] = {
+        "num_bits": scheme.bits,
+        "type": "int",
+        "symmetric": scheme.symmetric,
+        "strategy": "channel" if scheme.group_size == -1 else "group",
+        "group_size": None if scheme.group_size == -1 else scheme.group_size,
+        "dynamic": False,
+    }
+    if group.conv1d_inputs is not None:
+        weights |= {"strategy": "block", "group_size": None, "block_structure": [group.conv1d_inputs, 1]}
+    return weights
 
 
 def parse_config(config: Mapping[str, Any], module: str, source: str) -> Scheme:

@@ -10,6 +10,17 @@ from .grid import Search
 from .scheme import Scheme
 
 
+class Rule(BaseModel):
+    """Another format for some of the layers: what is not given is the step's own."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    match: str = Field(description="layers, in the patterns of targets", min_length=1)
+    bits: int | None = Field(None, ge=2, le=8, description="bits per weight")
+    group_size: int | None = Field(None, description="inputs that share a scale; -1: one scale per output channel")
+    symmetric: bool | None = Field(None, description="no zero points")
+
+
 class RTNSettings(BaseModel):
     """Round to nearest: needs no data."""
 
@@ -23,10 +34,21 @@ class RTNSettings(BaseModel):
         ["all-linear"], description="layers to quantize: name, end of name, glob, or re:REGEX", min_length=1
     )
     ignore: list[str] = Field([], description="layers to leave as they are, in the same patterns")
+    rules: list[Rule] = Field(
+        [], description="other formats for some layers; the first rule that matches a layer counts"
+    )
 
     @property
     def scheme(self) -> Scheme:
         return Scheme(self.bits, self.group_size, self.symmetric)
+
+    def ruled(self, rule: Rule) -> Scheme:
+        """The scheme of the layers that `rule` is for."""
+        return Scheme(
+            self.bits if rule.bits is None else rule.bits,
+            self.group_size if rule.group_size is None else rule.group_size,
+            self.symmetric if rule.symmetric is None else rule.symmetric,
+        )
 
     @property
     def range_search(self) -> Search | None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 
 from ..checkpoint.errors import SutureError, did_you_mean
 from ..checkpoint.layout import Linear, ModelLayout
+from .scheme import Scheme
+from .settings import RTNSettings
 
 ALL = "all-linear"
 
@@ -52,6 +54,22 @@ def select(layout: ModelLayout, targets: Sequence[str], ignore: Sequence[str]) -
     if not chosen:
         raise SutureError("targets: no layer is left to quantize", "loosen targets or ignore")
     return Selection(chosen, skipped)
+
+
+def assign_schemes(layout: ModelLayout, selection: Selection, settings: RTNSettings) -> dict[str, Scheme]:
+    """Layer -> format. The first rule that matches a layer counts; a rule that no layer is left for is an error."""
+    schemes: dict[str, Scheme] = {}
+    for i, rule in enumerate(settings.rules):
+        key = f"rules[{i}].match"
+        matched = _match_all(layout, [rule.match], key) & selection.names
+        if not matched:
+            raise SutureError(f"{key}: '{rule.match}' matches no layer that is quantized", "see targets and ignore")
+        if matched <= schemes.keys():
+            raise SutureError(
+                f"{key}: all that '{rule.match}' matches has a rule before it", "put the narrower rule first"
+            )
+        schemes |= dict.fromkeys(matched - schemes.keys(), settings.ruled(rule))
+    return {linear.name: schemes.get(linear.name, settings.scheme) for linear in selection.chosen}
 
 
 def _kept(layout: ModelLayout) -> set[str]:

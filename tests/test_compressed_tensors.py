@@ -15,6 +15,7 @@ from suture.checkpoint.errors import SutureError
 from suture.checkpoint.layout import Linear, Place
 from suture.checkpoint.reader import open_checkpoint
 from suture.quant.compressed_tensors import (
+    ConfigGroup,
     from_tensors,
     parse_config,
     quantization_config,
@@ -53,6 +54,10 @@ def same(a, b):
 def scheme_of(config):
     group = config["config_groups"]["group_0"]
     return QuantizationScheme(**{key: value for key, value in group.items() if key != "format"})
+
+
+def one_group(scheme, ignore=(), dequantize=False, conv1d_inputs=None):
+    return quantization_config([ConfigGroup(scheme, ["Linear"], conv1d_inputs)], ignore, dequantize)
 
 
 def linear_of(q, conv1d=False):
@@ -99,7 +104,7 @@ def test_c7_planned_names_dtypes_and_shapes_are_those_of_the_tensors(scheme, con
 def test_c11_compressed_tensors_decompresses_our_tensors_to_our_dense_weight(scheme, dtype):
     q = quantized(scheme, dtype=dtype)
     state = {name.removeprefix(f"{NAME}."): t for name, t in tensors(NAME, q).items()}
-    theirs = PackedQuantizationCompressor.decompress(state, scheme_of(quantization_config(scheme, [], False)))
+    theirs = PackedQuantizationCompressor.decompress(state, scheme_of(one_group(scheme, [], False)))
     assert theirs["weight"].dtype == dtype
     assert torch.equal(theirs["weight"], q.dequantize())
 
@@ -108,7 +113,7 @@ def test_c11_compressed_tensors_decompresses_our_tensors_to_our_dense_weight(sch
 def test_b7_compressed_tensors_decompresses_conv1d_blocks_to_the_transposed_weight(scheme):
     q = quantized(scheme)
     state = {name.removeprefix(f"{NAME}."): t for name, t in tensors(NAME, q, transposed=True).items()}
-    config = quantization_config(scheme, [], True, conv1d_inputs=scheme.group_size)
+    config = one_group(scheme, [], True, conv1d_inputs=scheme.group_size)
     theirs = PackedQuantizationCompressor.decompress(state, scheme_of(config))
     assert torch.equal(theirs["weight"], q.dequantize().T)
 
@@ -118,7 +123,7 @@ def test_we_read_what_compressed_tensors_compresses(scheme):
     q = quantized(scheme, dtype=torch.float32)  # bfloat16 cannot hold every multiple of an 8-bit scale
     zero = (torch.full_like(q.scale, scheme.middle) if q.zero is None else q.zero).to(torch.int16) - scheme.middle
     state = {"weight": q.dequantize(), "weight_scale": q.scale, "weight_zero_point": zero.to(torch.int8)}
-    theirs = PackedQuantizationCompressor.compress(state, scheme_of(quantization_config(scheme, [], False)))
+    theirs = PackedQuantizationCompressor.compress(state, scheme_of(one_group(scheme, [], False)))
     found = from_tensors(NAME, {f"{NAME}.{name}": t for name, t in theirs.items()}, scheme)
     assert torch.equal(found.dequantize(), q.dequantize())
 
@@ -129,7 +134,7 @@ def test_we_read_what_compressed_tensors_compresses(scheme):
 @pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
 @pytest.mark.parametrize("conv1d_inputs", [None, 16])
 def test_the_config_is_accepted_by_the_libraries_that_will_read_it(scheme, conv1d_inputs):
-    config = quantization_config(scheme, ["lm_head"], dequantize=True, conv1d_inputs=conv1d_inputs)
+    config = one_group(scheme, ["lm_head"], dequantize=True, conv1d_inputs=conv1d_inputs)
     json.dumps(config)
     theirs = QuantizationConfig.model_validate({k: v for k, v in config.items() if k != "dequantize"})
     weights = theirs.config_groups["group_0"].weights
@@ -139,22 +144,22 @@ def test_the_config_is_accepted_by_the_libraries_that_will_read_it(scheme, conv1
     assert theirs.ignore == ["lm_head"] and theirs.format == "pack-quantized"
     loaded = CompressedTensorsConfig(**{k: v for k, v in config.items() if k != "quant_method"})
     assert loaded.dequantize is True
-    assert "dequantize" not in quantization_config(scheme, [], dequantize=False)
+    assert "dequantize" not in one_group(scheme, [], dequantize=False)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=name_of)
 def test_a_config_written_is_the_scheme_read(scheme):
-    config = quantization_config(scheme, [], False)
+    config = one_group(scheme, [], False)
     assert parse_config(config, NAME, "here") == scheme
     assert not stored_transposed(config)
     if scheme.group_size > 0:
-        blocks = quantization_config(scheme, [], True, conv1d_inputs=scheme.group_size)
+        blocks = one_group(scheme, [], True, conv1d_inputs=scheme.group_size)
         assert parse_config(blocks, NAME, "here") == scheme
         assert stored_transposed(blocks)
 
 
 def two_groups(first, second):
-    config = quantization_config(Scheme(4, 16), [], False)
+    config = one_group(Scheme(4, 16), [], False)
     group = config["config_groups"]["group_0"]
     eight = {**group["weights"], "num_bits": 8}
     config["config_groups"] = {
@@ -184,7 +189,7 @@ def test_a_config_of_several_groups_is_read_by_name():
     ],
 )
 def test_a_config_that_is_not_ours_to_read_is_refused(change, weights):
-    config = quantization_config(Scheme(4, 16), [], False)
+    config = one_group(Scheme(4, 16), [], False)
     group = config["config_groups"]["group_0"]
     config["config_groups"]["group_0"] = {**group, **change, "weights": {**group["weights"], **weights}}
     with pytest.raises(SutureError, match=r"here: .*up_proj has \w+ weights .*, which suture does not read"):
