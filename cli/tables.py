@@ -83,6 +83,7 @@ def print_run(run: Run) -> None:
     ]
     _pairs("run", rows)
     _warn(run.plan.warnings)
+    _warn(note for receipt in run.manifest["receipts"] for note in receipt.get("notes", ()))
     _warn([verification["note"]] if "note" in verification else [])
     _warn([f"fallback: {name}: {reason}" for name, reason in run.fallbacks.items()])
 

@@ -151,7 +151,28 @@ def _relative_to(recipe: Recipe, directory: Path) -> Recipe:
         text = getattr(recipe, key)
         if text is not None and not text.data.startswith(("builtin:", "hf:")):
             changes[key] = text.model_copy(update={"data": _absolute(directory, text.data)})
+    changes["steps"] = [
+        {name: _paths_from(directory, settings, STEPS[name].paths)}
+        for step in recipe.steps
+        for name, settings in step.items()
+    ]
     return recipe.model_copy(update=changes)
+
+
+def _paths_from(directory: Path, settings: Any, keys: tuple[str, ...]) -> Any:
+    """A step's settings with the paths under `keys` taken from `directory`, also in lists of mappings."""
+    if isinstance(settings, list):
+        return [_paths_from(directory, item, keys) for item in settings]
+    if not isinstance(settings, Mapping):
+        return settings
+    return {
+        key: value
+        if key not in keys
+        else _absolute(directory, value)
+        if isinstance(value, str)
+        else _paths_from(directory, value, keys)
+        for key, value in settings.items()
+    }
 
 
 def _absolute(directory: Path, path: str) -> str:

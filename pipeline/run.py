@@ -232,9 +232,8 @@ def _step_run(
 
 
 def _verify(plan: Plan, staging: Staging, result: StepResult) -> dict[str, Any]:
-    for side in plan.checkpoint.side_files:
-        if side.name not in _superseded():
-            write_whole(staging.model / side.name, side.read_bytes())
+    for name, path in _side_files(plan).items():
+        write_whole(staging.model / name, path.read_bytes())
     written = reopen(staging.model)
     prepared = plan.steps[-1].prepared
     account_for(plan.checkpoint.tensors, written.tensors, _accounts(plan))
@@ -265,6 +264,16 @@ def _first_tensors(plan: Plan, written: Checkpoint, n: int) -> frozenset[str]:
 
 def _accounts(plan: Plan) -> Any:
     return chain_accounts([step.prepared.accounts for step in plan.steps])
+
+
+def _side_files(plan: Plan) -> dict[str, Path]:
+    """Files to carry along: the input's, but those that a step replaces or leaves out."""
+    files = {path.name: path for path in plan.checkpoint.side_files if path.name not in _superseded()}
+    for step in plan.steps:
+        files |= {name: path for name, path in step.prepared.side_files.items() if path is not None}
+        for name in (name for name, path in step.prepared.side_files.items() if path is None):
+            files.pop(name, None)
+    return files
 
 
 def _superseded() -> frozenset[str]:
@@ -333,7 +342,7 @@ def _finish(
             for spec in plan.steps[-1].prepared.specs
         },
         "config_edits": _config_edits(plan.checkpoint.config, plan.steps[-1].prepared.config),
-        "side_files": sorted(path.name for path in plan.checkpoint.side_files if path.name not in _superseded()),
+        "side_files": sorted(_side_files(plan)),
         "receipts": [{"step": step.name, **result.receipt} for step, result in zip(plan.steps, results, strict=True)],
         "modules": modules,
         "skipped_layers": dict(plan.steps[-1].prepared.skipped) if modules else {},

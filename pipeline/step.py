@@ -30,6 +30,9 @@ class Prepared:
     notes: tuple[str, ...]
     n_blocks: int
     skipped: dict[str, str] = field(default_factory=dict)  # layers that the step could have changed -> why not
+    side_files: dict[str, Path | None] = field(
+        default_factory=dict
+    )  # to carry instead of the input's; None: to leave out
 
 
 @dataclass(frozen=True)
@@ -72,8 +75,9 @@ class StepKind:
     prepare: Callable[[TensorSource, Any], Prepared]
     run: Callable[[StepRun, Any, Any], StepResult]
     rehearsal: Callable[[Any, Any], tuple[str, BaseModel]] | None = None
-    """For a step that needs text: (prepared, settings) -> the step and settings that stand for it in the preflight, which
-    has none: they change the same layers' shapes and formats."""
+    """For a step that needs text, or more than the first block: (prepared, settings) -> the step and settings that stand
+    for it in the preflight, which has neither: they change the same layers' shapes and formats."""
+    paths: tuple[str, ...] = ()  # settings that are paths, or lists of mappings with paths under the same key
 
 
 def never(settings: Any) -> bool:

@@ -1,0 +1,47 @@
+"""What a recipe may say about adapters."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class AdapterShare(_Strict):
+    """One adapter of several."""
+
+    adapter: str = Field(min_length=1, description="directory that PEFT's save_pretrained wrote")
+    weight: float = Field(1.0, description="what its change is multiplied by", allow_inf_nan=False)
+
+
+class MergeSettings(_Strict):
+    """Merge one adapter, or a weighted sum of several, into the model's weights."""
+
+    adapter: str | list[AdapterShare] = Field(description="a directory, or a list of {adapter: DIR, weight: NUMBER}")
+    base_is_residual: bool = Field(
+        False, description="the model is the changed base that PiSSA, OLoRA, CorDA, LoRA-GA or LoftQ saved for training"
+    )
+    expert_layout: Literal["peft", "expert-major"] = Field(
+        "peft", description="order of lora_B's columns for experts in one parameter; nothing in the file tells it"
+    )
+    tokenizer: Literal["auto", "base", "adapter"] = Field(
+        "auto", description="whose tokenizer files the output gets; auto: the adapter's when the vocabulary grew"
+    )
+
+    @field_validator("adapter")
+    @classmethod
+    def _at_least_one(cls, value: str | list[AdapterShare]) -> str | list[AdapterShare]:
+        if not value:
+            raise ValueError("at least one adapter is needed")
+        return value
+
+    @property
+    def shares(self) -> tuple[AdapterShare, ...]:
+        """The adapters with their weights."""
+        return (
+            (AdapterShare(adapter=self.adapter, weight=1.0),) if isinstance(self.adapter, str) else tuple(self.adapter)
+        )

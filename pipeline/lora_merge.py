@@ -1,0 +1,386 @@
+"""The step `lora.merge`: one tensor at a time, everything else copied at file speed, then checked against the live model.
+
+`prepare` opens the adapters, reads every tensor of theirs, and finds for each what it changes; whatever cannot be
+merged is refused there. `run` streams. The self-check then takes the probe through three models, block by block: the
+base with its adapters unmerged, the merged weights before rounding, and the weights that were written. The first two must
+agree to float32 rounding; what separates the last two is what storing cost, and is reported.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from math import sqrt
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..calibrate.replay import Stream, release_memory, run_block
+from ..calibrate.skeleton import Skeleton, finite, open_skeleton
+from ..checkpoint.errors import SutureError
+from ..checkpoint.manifest import Account, to_json
+from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.source import TensorSource
+from ..checkpoint.staging import write_whole
+from ..checkpoint.writer import ShardWriter, TensorSpec
+from ..lora.adapter import TOKENIZER_FILES, Adapter, open_adapter
+from ..lora.arrange import Arrangement, arrange
+from ..lora.delta import Rounding, effective_rank, singular_values
+from ..lora.match import Weighted
+from ..lora.merge import Live, Piece, hooked, merge_tensor, pieces_by_tensor
+from ..lora.settings import MergeSettings
+from ..quant.scheme import STORAGE
+from ..surgery.untie import head_to_add, untied_config
+from .step import Prepared, StepResult, StepRun
+from .walk import advance_probe, check_exact
+
+_SYNC = 1 << 29  # bytes between two entries of the journal
+
+
+class Rehearsal(MergeSettings):
+    """The same settings for a model's first block alone, whose later blocks' keys are left out."""
+
+
+@dataclass(frozen=True, eq=False)
+class MergePlan(Prepared):
+    adapters: tuple[Weighted, ...]
+    arrangement: Arrangement
+
+
+def prepare(source: TensorSource, settings: MergeSettings) -> MergePlan:
+    """Raises SutureError for everything that could fail or go wrong later."""
+    adapters = [Weighted(open_adapter(share.adapter), share.weight) for share in settings.shares]
+    _refuse_twice(adapters)
+    if not isinstance(settings, Rehearsal):
+        _read_all(adapters)
+    arrangement = arrange(
+        source,
+        adapters,
+        expert_layout=settings.expert_layout,
+        base_is_residual=settings.base_is_residual,
+        blocks=1 if isinstance(settings, Rehearsal) else None,
+        head_name=head_to_add,
+        untied_config=untied_config,
+    )
+    layout, arranged, shapes = arrangement.layout, arrangement.arranged, arrangement.shapes
+    pieces = pieces_by_tensor(arrangement.changes, layout)
+    for name in pieces:
+        if arranged.dtypes[name] not in STORAGE:
+            raise SutureError(
+                f"{source.source}: {name} is {arranged.dtypes[name]}; only {', '.join(STORAGE)} weights can be merged into",
+                "give the unquantized checkpoint",
+            )
+    specs = [TensorSpec(name, arranged.dtypes[name], shapes[name]) for name in arranged.shapes]
+    return MergePlan(
+        specs=tuple(specs),
+        config=arrangement.config,
+        accounts=_accounts(source, arrangement, pieces),
+        notes=(*arrangement.notes, *_base_notes(source, adapters)),
+        n_blocks=len(layout.blocks),
+        side_files=_tokenizer(adapters, settings, arrangement),
+        adapters=tuple(adapters),
+        arrangement=arrangement,
+    )
+
+
+def _refuse_twice(adapters: Sequence[Weighted]) -> None:
+    seen: set[Path] = set()
+    for weighted in adapters:
+        place = weighted.adapter.directory.resolve()
+        if place in seen:
+            raise SutureError(f"adapter: {weighted.adapter.source} is listed twice", "give it one weight")
+        seen.add(place)
+
+
+def _read_all(adapters: Sequence[Weighted]) -> None:
+    """A damaged tensor must show before anything is written."""
+    for weighted in adapters:
+        for key in weighted.adapter.tensors:
+            weighted.adapter.read(key)
+
+
+def _base_notes(source: TensorSource, adapters: Sequence[Weighted]) -> list[str]:
+    """What the adapters say of their base; only names, since PEFT stores nothing that could be checked."""
+    notes = []
+    for weighted in adapters:
+        trained_on = weighted.adapter.config.base
+        same = trained_on is None or Path(trained_on).name == Path(source.source.partition(" ")[0]).name
+        if not same:
+            notes.append(
+                f"{weighted.adapter.source}: says that it was trained on {trained_on}, merged into {source.source}"
+            )
+    return notes
+
+
+def _tokenizer(
+    adapters: Sequence[Weighted], settings: MergeSettings, arrangement: Arrangement
+) -> dict[str, Path | None]:
+    """Side files to write instead of the base's; None: leave the base's out."""
+    grown = (
+        arrangement.shapes[arrangement.layout.embedding] != arrangement.arranged.shapes[arrangement.layout.embedding]
+    )
+    if settings.tokenizer == "base" or (settings.tokenizer == "auto" and not grown):
+        return {}
+    having = [weighted.adapter for weighted in adapters if weighted.adapter.tokenizer_files]
+    if not having and settings.tokenizer == "auto":
+        return {}
+    if len(having) != 1:
+        raise SutureError(
+            f"tokenizer: {len(having)} of the adapters have tokenizer files, one was expected",
+            "set tokenizer: base, and copy the right files yourself",
+        )
+    own = {path.name: path for path in having[0].tokenizer_files}
+    return {name: own.get(name) for name in TOKENIZER_FILES}
+
+
+def _accounts(source: TensorSource, arrangement: Arrangement, pieces: dict[str, list[Piece]]) -> dict[str, Account]:
+    arranged, layout = arrangement.arranged, arrangement.layout
+    new_biases = {f"{name.removesuffix('.bias')}.weight": name for name in arranged.zeros}
+    accounts = {}
+    for name in source.shapes:
+        outputs = arranged.outputs_of(name)
+        if not outputs:
+            reason = layout.stale.get(name) or "not read by a loader: a stale buffer, or a copy of the tied embedding"
+            accounts[name] = Account("dropped", reason=reason)
+            continue
+        changed = [output for output in outputs if output in pieces]
+        beside = tuple(new_biases[output] for output in outputs if output in new_biases)
+        how = f"adapter merged into {', '.join(changed)}" if len(outputs) > 1 else "adapter merged"
+        action = "changed" if changed or beside else "copied"
+        accounts[name] = Account(action, (*outputs, *beside), how if changed else "bias added" if beside else "")
+    return accounts
+
+
+def rehearsal(plan: MergePlan, settings: MergeSettings) -> tuple[str, MergeSettings]:
+    """The first block with the part of the adapters that is for it."""
+    return "lora.merge", Rehearsal(**settings.model_dump())
+
+
+# -- streaming -----------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def run(work: StepRun, plan: MergePlan, settings: MergeSettings) -> StepResult:
+    """Write every tensor, then check what was written against the live model."""
+    _same_adapters(work, plan)
+    tensors = _write(work, plan)
+    write_whole(work.directory / "config.json", to_json(plan.config))
+    receipt = {"adapters": _adapter_records(plan), "tensors": tensors, **_summary(tensors)}
+    checked, expected = _self_check(work, plan, open_checkpoint(work.directory))
+    return StepResult({}, expected, receipt | checked)
+
+
+def _same_adapters(work: StepRun, plan: MergePlan) -> None:
+    """The journal remembers which adapters a run began with: a resumed one must not mix in others."""
+    hashes = [weighted.adapter.sha256 for weighted in plan.adapters]
+    begun = work.staging.find(step=work.key, unit="adapters")
+    if begun is None:
+        work.staging.record({"step": work.key, "unit": "adapters", "sha256": hashes})
+    elif begun["sha256"] != hashes:
+        raise SutureError("adapter: its weights are not those that the interrupted run had", "start with --overwrite")
+
+
+def _write(work: StepRun, plan: MergePlan) -> dict[str, Any]:
+    """Stream all tensors to their places; returns what became of each changed parameter."""
+    pieces = pieces_by_tensor(plan.arrangement.changes, plan.arrangement.layout)
+    done = work.staging.find(step=work.key, unit="tensors") or {"upto": 0, "records": {}}
+    records: dict[str, Any] = dict(done["records"])
+    with (
+        ShardWriter(work.directory, work.shards) as writer,
+        ThreadPoolExecutor(1, "suture-read") as reader,
+        ThreadPoolExecutor(1, "suture-sync") as syncer,
+    ):
+        syncing: Future[None] | None = None
+        waiting = 0
+        todo = plan.specs[done["upto"] :]
+        ahead = _ahead(reader, [_reading(work.checkpoint, plan, spec.name) for spec in todo])
+        numbered = zip(range(done["upto"] + 1, len(plan.specs) + 1), todo, ahead, strict=True)
+        for upto, spec, stored in work.progress.track(numbered, len(todo), work.label):
+            finite(stored, spec.name, work.checkpoint.source) if _suspicious(stored) else None
+            if spec.name in pieces:
+                stored, found = merge_tensor(stored, pieces[spec.name])
+                _check_overflow(stored, spec.name)
+                records |= {name: _record(plan, name, rounding) for name, rounding in found.items()}
+            writer.write(spec.name, stored)
+            waiting += spec.nbytes
+            if waiting >= _SYNC or upto == len(plan.specs):
+                if syncing is not None:
+                    syncing.result()
+                entry = {"step": work.key, "unit": "tensors", "upto": upto, "records": dict(records)}
+                syncing, waiting = syncer.submit(_sync, work, writer, entry), 0
+        if syncing is not None:
+            syncing.result()
+    release_memory()
+    return records
+
+
+def _sync(work: StepRun, writer: ShardWriter, entry: dict[str, Any]) -> None:
+    writer.sync()
+    work.staging.record(entry)
+
+
+def _reading(checkpoint: Checkpoint, plan: MergePlan, name: str) -> Callable[[], Tensor]:
+    arranged = plan.arrangement.arranged
+    if name in arranged.zeros:
+        return lambda: arranged.read(name)
+    return lambda: checkpoint.read(arranged.names[name])
+
+
+def _ahead(pool: ThreadPoolExecutor, reads: Sequence[Callable[[], Tensor]]) -> Iterator[Tensor]:
+    """Results of `reads` in order, the next one under way while the last is used."""
+    coming = pool.submit(reads[0]) if reads else None
+    for following in (*reads[1:], None):
+        assert coming is not None
+        tensor = coming.result()
+        coming = pool.submit(following) if following is not None else None
+        yield tensor
+
+
+def _suspicious(tensor: Tensor) -> bool:
+    """Whether a tensor may hold NaN or inf: its sum is neither, unless it does (or is huge)."""
+    return (
+        tensor.is_floating_point()
+        and tensor.element_size() > 1
+        and not bool(torch.isfinite(tensor.sum(dtype=torch.float32)))
+    )
+
+
+def _check_overflow(tensor: Tensor, name: str) -> None:
+    if _suspicious(tensor) and not bool(torch.isfinite(tensor).all()):
+        raise SutureError(
+            f"{name}: merged, it holds values too large for {tensor.dtype}".replace("torch.", ""),
+            "the adapter is not of this model, or convert the model to bfloat16 or float32 first",
+        )
+
+
+# -- records -------------------------------------------------------------------------------------------------------------
+
+
+def _record(plan: MergePlan, parameter: str, found: Rounding) -> dict[str, Any]:
+    change = plan.arrangement.changes[parameter]
+    record: dict[str, Any] = {
+        "how": [
+            kind
+            for kind, used in (
+                ("replaced", change.replaced),
+                ("low rank", change.low_rank),
+                ("bias added", change.added),
+                ("rows replaced", change.rows),
+            )
+            if used
+        ],
+        "weight_norm": _short(found.weight),
+        "delta_norm": _short(found.delta),
+        "relative_delta": _short(found.delta / found.weight) if found.weight else None,
+        "kept": _short(found.kept),
+        "lost_to_rounding": _short(found.noise),
+        "unchanged_share": _short(found.unchanged),
+    }
+    if change.low_rank:
+        record["scales"] = [_short(low.scale * low.share) for low in change.low_rank]
+        record["ranks"] = [low.factors()[0].shape[0] for low in change.low_rank]
+        spectra = [singular_values(B, A) for A, B in (low.factors() for low in change.low_rank)]
+        record["effective_ranks"] = [_short(effective_rank(values)) for values in spectra]
+        if any("magnitude" in low.part.keys for low in change.low_rank):
+            record["how"].append("DoRA")
+    return record
+
+
+def _short(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+def _summary(tensors: dict[str, Any]) -> dict[str, Any]:
+    """The whole change beside the whole of the weights it is in, and how much of it the stored dtype kept."""
+    weight = sqrt(sum(record["weight_norm"] ** 2 for record in tensors.values()))
+    delta = sqrt(sum(record["delta_norm"] ** 2 for record in tensors.values()))
+    lost = sqrt(sum((record["lost_to_rounding"] * record["delta_norm"]) ** 2 for record in tensors.values()))
+    kept = sum(record["kept"] * record["delta_norm"] ** 2 for record in tensors.values())
+    notes = []
+    if delta == 0:
+        notes.append("the adapter's change is zero: the output is the base")
+    elif lost > 0.3 * delta:
+        notes.append(
+            f"{100 * lost / delta:.0f} % of the change is rounding noise: it is small beside the steps of the stored dtype; "
+            "float32 weights would keep it"
+        )
+    return {
+        "relative_delta": _short(delta / weight) if weight else None,
+        "kept": _short(kept / delta**2) if delta else None,
+        "lost_to_rounding": _short(lost / delta) if delta else None,
+        "notes": notes,
+    }
+
+
+def _adapter_records(plan: MergePlan) -> list[dict[str, Any]]:
+    return [_adapter_record(weighted.adapter, weighted.share, plan) for weighted in plan.adapters]
+
+
+def _adapter_record(adapter: Adapter, share: float, plan: MergePlan) -> dict[str, Any]:
+    return {
+        "adapter": adapter.source,
+        "weight": share,
+        "sha256": adapter.sha256,
+        "trained_on": adapter.config.base,
+        "keys": dict(sorted(plan.arrangement.matched.keys[adapter.source].items())),
+    }
+
+
+# -- the proof -----------------------------------------------------------------------------------------------------------
+
+
+def _self_check(work: StepRun, plan: MergePlan, written: Checkpoint) -> tuple[dict[str, Any], Tensor]:
+    """(receipt, logits of the probe by the written weights): unmerged against merged, and merged against stored."""
+    n_blocks = min(work.verify_blocks, plan.n_blocks)
+    live = _live(work, plan, unmerged=True)
+    exact = _live(work, plan, unmerged=False)
+    unmerged = _probe_logits(work, open_skeleton(live, device=work.device), n_blocks, live)
+    merged = _probe_logits(work, open_skeleton(exact, device=work.device), n_blocks, None)
+    stored = _probe_logits(work, open_skeleton(written, device=work.device), n_blocks, None)
+    same = check_exact(f"{work.label}: merging", unmerged, merged)
+    log_p, log_q = merged.double().log_softmax(-1), stored.double().log_softmax(-1)
+    kl = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+    rounded = {
+        "max_logit_difference": _short(float((merged - stored).abs().max())),
+        "kl": _short(max(kl, 0.0)),
+    }
+    return {"unmerged_against_merged": same | {"blocks": n_blocks}, "merged_against_stored": rounded}, stored
+
+
+def _live(work: StepRun, plan: MergePlan, unmerged: bool) -> Live:
+    arrangement = plan.arrangement
+    return Live(
+        arranged=_on_disk(arrangement, work.checkpoint),
+        config=arrangement.config,
+        layout=arrangement.layout,
+        changes=arrangement.changes,
+        shapes=arrangement.shapes,
+        dtypes=dict(arrangement.arranged.dtypes),
+        merged=not unmerged,
+    )
+
+
+def _on_disk(arrangement: Arrangement, checkpoint: TensorSource) -> TensorSource:
+    """The arranged source over the checkpoint that is at hand now; in `prepare` it may have been a planned one."""
+    return replace(arrangement.arranged, base=checkpoint)
+
+
+def _probe_logits(work: StepRun, skeleton: Skeleton, n_blocks: int, live: Live | None) -> Tensor:
+    """Logits [B, T, vocab] of the probe after `n_blocks` blocks; with `live`, adapters added by hooks."""
+    stream = Stream.start(skeleton, [work.probe])
+    for index in range(n_blocks):
+        skeleton.load_block(index)
+        names = list(skeleton.layout.block_tensors(index)) if live else []
+        with hooked(skeleton, live, names) if live else nullcontext():
+            run_block(skeleton, index, stream) if live else advance_probe(skeleton, index, stream)
+        skeleton.free_block(index)
+    skeleton.load_head()
+    head = [f"{skeleton.family.head}.weight"] if live else []
+    with hooked(skeleton, live, head) if live else nullcontext():
+        logits = skeleton.logits(stream.hidden[0].to(skeleton.device), torch.arange(work.probe.shape[1])).cpu()
+    skeleton.free_head()
+    return logits

@@ -1,0 +1,393 @@
+"""Merging adapters: suture's output against PEFT's unmerged model, in float32, for everything that an adapter can hold."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from adapters import TARGETS, edit_adapter, live, logits, peft_merged, trained
+from kit import Shelf, edit, fuse_experts, make, read, run
+from safetensors.torch import load_file, save_file
+
+from suture.checkpoint.errors import SutureError
+from suture.checkpoint.reader import open_checkpoint
+from suture.lora.merge import merge_tensor, pieces_by_tensor
+from suture.lora.settings import MergeSettings
+from suture.pipeline.lora_merge import prepare
+
+
+@pytest.fixture(scope="module")
+def shelf(tmp_path_factory):
+    shelf = Shelf(tmp_path_factory.mktemp("kit"))
+    return lambda name: shelf(name, "float32")
+
+
+def merge(model, adapter, output, **settings):
+    adapter = adapter if isinstance(adapter, list) else str(adapter)
+    step = {"lora.merge": {"adapter": adapter, **settings}}
+    return run({"model": str(model), "steps": [step], "output": str(output)})
+
+
+def merge_alone(model, adapter, output, **settings):
+    """The step's plan carried out on all tensors in memory, without a run around it."""
+    adapter = adapter if isinstance(adapter, list) else str(adapter)
+    plan = prepare(open_checkpoint(model), MergeSettings(adapter=adapter, **settings))
+    arrangement = plan.arrangement
+    pieces = pieces_by_tensor(arrangement.changes, arrangement.layout)
+    tensors = {}
+    for spec in plan.specs:
+        tensors[spec.name], _ = merge_tensor(arrangement.arranged.read(spec.name), pieces.get(spec.name, ()))
+        assert tuple(tensors[spec.name].shape) == spec.shape
+    output.mkdir()
+    save_file(tensors, output / "model.safetensors")
+    (output / "config.json").write_text(json.dumps(plan.config))
+    return plan
+
+
+def assert_same(found, wanted, tolerance=1e-5):
+    assert float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
+
+
+def assert_merged(model, adapter, output, prepare=None, **settings):
+    """The output's logits are the unmerged model's, they are not the base's, and every key is accounted for."""
+    plan = merge_alone(model, adapter, output, **settings)
+    wanted = live(model, adapter, prepare=prepare)
+    assert_same(logits(output), wanted)
+    base = logits(model)
+    assert float((wanted[..., : base.shape[-1]] - base).abs().max()) > 1e-2 * float(wanted.abs().max())
+    if (adapter / "adapter_model.safetensors").exists():
+        assert set(plan.arrangement.matched.keys[str(adapter)]) == set(load_file(adapter / "adapter_model.safetensors"))
+    return plan
+
+
+# ---- every family, every kind
+
+
+KINDS = {
+    "plain": {},
+    "rslora": {"use_rslora": True},
+    "patterns": {
+        "rank_pattern": {"q_proj": 6, r"layers.1.self_attn.v_proj": 2, "c_attn": 6, "qkv_proj": 6},
+        "alpha_pattern": {"o_proj": 3, "c_fc": 3},
+    },
+    "dora": {"use_dora": True},
+    "lora bias": {"lora_bias": True},
+    "bias all": {"bias": "all"},
+    "bias lora_only": {"bias": "lora_only"},
+    "norms saved": {"modules_to_save": ["norm", "input_layernorm", "ln_1"]},
+    "pissa": {"init_lora_weights": "pissa"},
+    "olora": {"init_lora_weights": "olora"},
+    "orthogonal": {"init_lora_weights": "orthogonal"},
+}
+WITH_BIASES = ("GP",)  # every linear layer has one
+
+
+@pytest.mark.parametrize("name", ["L1", "Q2", "GP", "P3", "MX"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_f6_f7_merged_is_the_unmerged_model(shelf, tmp_path, name, kind):
+    settings = KINDS[kind]
+    if kind in ("lora bias", "bias all", "bias lora_only") and name not in WITH_BIASES:
+        pytest.skip("no biases to train")
+    if kind in ("olora", "orthogonal") and name == "GP":
+        pytest.skip("PEFT does not define it for Conv1D")
+    if kind == "norms saved" and name != "L1" and name != "GP":
+        pytest.skip("one family of each kind of norm is enough")
+    if kind == "patterns":
+        ends = TARGETS[name]
+        settings = {
+            key: {p: v for p, v in patterns.items() if p.rpartition(".")[2] in ends}
+            for key, patterns in settings.items()
+        }
+    adapter = trained(shelf(name), tmp_path / "adapter", target_modules=TARGETS[name], **settings)
+    assert_merged(shelf(name), adapter, tmp_path / "out")
+
+
+# ---- tied embeddings: right where PEFT is wrong
+
+
+TIED = {  # settings, whether the head must part from the embedding, whether PEFT's own merge is right
+    "head only": ({"target_modules": ["lm_head"]}, True, False),
+    "embedding only": ({"target_modules": ["embed_tokens"]}, True, False),
+    "both": ({"target_modules": ["embed_tokens", "lm_head"]}, True, False),
+    "both, one adapter": (
+        {"target_modules": ["embed_tokens", "lm_head"], "ensure_weight_tying": True},
+        False,
+        False,
+    ),
+    "embedding saved": ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens"]}, True, True),
+    "both saved": ({"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]}, True, True),
+    "tokens": ({"target_modules": ["q_proj"], "trainable_token_indices": [3, 77, 256]}, False, True),
+}
+
+
+@pytest.mark.parametrize("kind", TIED)
+def test_f1_f2_a_tied_model_gets_what_was_trained_where_peft_does_and_where_it_does_not(shelf, tmp_path, kind):
+    settings, untied, peft_is_right = TIED[kind]
+    adapter = trained(shelf("L2"), tmp_path / "adapter", **settings)
+    plan = assert_merged(shelf("L2"), adapter, tmp_path / "out")
+    assert plan.arrangement.untied == untied
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is not untied
+    wanted = live(shelf("L2"), adapter)
+    off = float((peft_merged(shelf("L2"), adapter) - wanted).abs().max() / wanted.abs().max())
+    assert off < 1e-5 if peft_is_right else off > 0.05
+
+
+# ---- embeddings, tokens, grown vocabularies
+
+
+OTHER = {
+    "embedding": {"target_modules": ["embed_tokens", "q_proj"]},
+    "head": {"target_modules": ["lm_head", "down_proj"]},
+    "both": {"target_modules": ["embed_tokens", "lm_head"]},
+    "embedding, dora": {"target_modules": ["embed_tokens", "q_proj"], "use_dora": True},
+    "tokens": {"target_modules": ["q_proj"], "trainable_token_indices": [3, 77, 256]},
+    "tokens by module": {"target_modules": ["q_proj"], "trainable_token_indices": {"embed_tokens": [9, 5]}},
+    "saved": {"target_modules": ["q_proj"], "modules_to_save": ["embed_tokens", "lm_head"]},
+}
+
+
+@pytest.mark.parametrize("kind", OTHER)
+@pytest.mark.parametrize("name", ["L1", "G3"])
+def test_embeddings_heads_and_tokens(shelf, tmp_path, name, kind):
+    if name == "G3" and kind in ("head", "both", "saved"):
+        pytest.skip("tied: above")
+    adapter = trained(shelf(name), tmp_path / "adapter", **OTHER[kind])
+    assert_merged(shelf(name), adapter, tmp_path / "out")
+
+
+def grow(model):
+    torch.manual_seed(5)
+    model.resize_token_embeddings(324)
+
+
+@pytest.mark.parametrize(("name", "targets"), [("L1", []), ("L2", []), ("L2", ["embed_tokens"])])
+def test_f4_a_grown_vocabulary_comes_with_its_rows(shelf, tmp_path, name, targets):
+    adapter = trained(shelf(name), tmp_path / "adapter", prepare=grow, target_modules=["q_proj", *targets])
+    plan = assert_merged(shelf(name), adapter, tmp_path / "out", prepare=grow)
+    assert plan.config["vocab_size"] == 324
+
+
+def test_f4_a_vocabulary_that_grew_on_one_side_is_refused(shelf, tmp_path):
+    adapter = trained(shelf("L1"), tmp_path / "adapter", prepare=grow, target_modules=["q_proj", "embed_tokens"])
+    with pytest.raises(SutureError, match=r"324 rows and leaves lm_head.weight 320"):
+        merge_alone(shelf("L1"), adapter, tmp_path / "out")
+
+
+def test_f4_a_grown_vocabulary_brings_its_tokenizer(shelf, tmp_path):
+    adapter = trained(shelf("L2"), tmp_path / "adapter", prepare=grow, target_modules=["q_proj"])
+    model = make("L2", tmp_path / "model", "float32")
+    (model / "tokenizer_config.json").write_text("{}")
+    (model / "merges.txt").write_text("of the base")
+    (adapter / "tokenizer_config.json").write_text('{"model_max_length": 77}')
+    done = merge(model, adapter, tmp_path / "out")
+    assert json.loads((tmp_path / "out/tokenizer_config.json").read_text()) == {"model_max_length": 77}
+    assert not (tmp_path / "out/merges.txt").exists() and "merges.txt" not in done.manifest["side_files"]
+
+
+# ---- experts
+
+
+@pytest.mark.parametrize("name", ["MX", "QM"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_expert_adapters(shelf, tmp_path, name, fused):
+    model = shelf(name)
+    settings = {
+        "target_modules": ["q_proj"],
+        "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
+    }
+    adapter = trained(model, tmp_path / "adapter", rank_pattern={"down_proj": 3}, **settings)
+    if fused:
+        model = edit(make(name, tmp_path / "fused", "float32"), fuse_experts)
+    assert_merged(model, adapter, tmp_path / "out")
+
+
+# ---- whole runs
+
+
+@pytest.mark.parametrize(
+    ("name", "settings"), [("GP", {"use_dora": True}), ("MX", {}), ("L2", {"modules_to_save": ["lm_head"]})]
+)
+def test_f20_a_run_proves_itself_and_accounts_for_every_key(shelf, tmp_path, name, settings):
+    adapter = trained(shelf(name), tmp_path / "adapter", target_modules=TARGETS[name], **settings)
+    done = merge(shelf(name), adapter, tmp_path / "out")
+    wanted = live(shelf(name), adapter)
+    assert_same(logits(tmp_path / "out"), wanted)
+    (receipt,) = done.manifest["receipts"]
+    assert set(receipt["adapters"][0]["keys"]) == set(load_file(adapter / "adapter_model.safetensors"))
+    proof = receipt["unmerged_against_merged"]
+    assert proof["exact"] and proof["max_logit_difference"] <= 3e-5 * proof["largest_logit"]
+    assert receipt["merged_against_stored"]["max_logit_difference"] == 0  # float32 keeps all of it
+    changed = {name for name, a in done.manifest["inputs"].items() if a["action"] == "changed"}
+    assert changed and len(changed) <= len(receipt["tensors"])
+
+
+def test_f16_bfloat16_says_what_rounding_lost(tmp_path):
+    model = make("L1", tmp_path / "model")
+    adapter = trained(model, tmp_path / "adapter", target_modules=["q_proj"], std=1e-3)
+    done = merge(model, adapter, tmp_path / "out")
+    (receipt,) = done.manifest["receipts"]
+    record = receipt["tensors"]["model.layers.0.self_attn.q_proj.weight"]
+    before, after = (read(d)["model.layers.0.self_attn.q_proj.weight"].float() for d in (model, tmp_path / "out"))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    A, B = (tensors[f"base_model.model.model.layers.0.self_attn.q_proj.lora_{x}.weight"] for x in "AB")
+    delta = 2.5 * B @ A
+    error = after - (before + delta)
+    assert record["lost_to_rounding"] == pytest.approx(float(error.norm() / delta.norm()), rel=1e-3)
+    assert record["kept"] == pytest.approx(1 + float((error * delta).sum() / delta.square().sum()), abs=1e-3)
+    assert record["unchanged_share"] == pytest.approx(float((after == before).float().mean()), rel=1e-3)
+    assert record["lost_to_rounding"] > 0.3 and any("rounding noise" in note for note in receipt["notes"])
+    assert torch.equal(after, (before + delta).to(torch.bfloat16).float())
+
+
+def test_several_adapters_are_a_weighted_sum(shelf, tmp_path):
+    one = trained(shelf("L1"), tmp_path / "one", target_modules=["q_proj", "down_proj"], use_dora=True)
+    two = trained(shelf("L1"), tmp_path / "two", seed=1, target_modules=["q_proj"], r=6, use_rslora=True)
+    shares = [{"adapter": str(one)}, {"adapter": str(two), "weight": -0.5}]
+    merge_alone(shelf("L1"), shares, tmp_path / "both")
+    for name, adapter in (("a", one), ("b", two)):
+        merge_alone(shelf("L1"), adapter, tmp_path / name)
+    base, both, a, b = (read(d) for d in (shelf("L1"), tmp_path / "both", tmp_path / "a", tmp_path / "b"))
+    for key, tensor in both.items():
+        assert torch.allclose(tensor, base[key] + (a[key] - base[key]) - 0.5 * (b[key] - base[key]), atol=1e-6)
+
+
+def test_layers_stacked_again_become_layers_of_their_own(shelf, tmp_path):
+    adapter = trained(
+        shelf("L1"), tmp_path / "adapter", target_modules=["q_proj", "o_proj"], layer_replication=[[0, 2], [0, 2]]
+    )
+    plan = assert_merged(shelf("L1"), adapter, tmp_path / "out")
+    assert plan.config["num_hidden_layers"] == 4
+    done = merge(shelf("L1"), adapter, tmp_path / "whole")
+    assert done.manifest["verification"]["blocks"] == 4
+    assert torch.equal(logits(tmp_path / "whole"), logits(tmp_path / "out"))
+
+
+def test_a_bias_that_the_base_lacks_is_created(shelf, tmp_path):
+    """PEFT refuses to merge lora_bias into a layer without one."""
+    adapter = trained(shelf("L1"), tmp_path / "adapter", target_modules=["q_proj", "down_proj"], lora_bias=True)
+    plan = assert_merged(shelf("L1"), adapter, tmp_path / "out")
+    assert plan.config["attention_bias"] and plan.config["mlp_bias"]
+    merge(shelf("L1"), adapter, tmp_path / "whole")
+
+
+# ---- what files in the world look like
+
+
+def renamed(directory, change):
+    return edit_adapter(directory, lambda tensors: {change(key): tensor for key, tensor in tensors.items()})
+
+
+REPAIRS = {
+    "no prefix": lambda key: key.removeprefix("base_model.model."),
+    "adapter name": lambda key: key.replace(".weight", ".default.weight"),
+    "compiled": lambda key: key.replace("base_model.model.", "base_model.model._orig_mod."),
+    "backbone alone": lambda key: key.replace("base_model.model.model.", "base_model.model."),
+}
+
+
+@pytest.mark.parametrize("how", REPAIRS)
+def test_f12_prefixes_are_repaired(shelf, tmp_path, how):
+    adapter = trained(shelf("L1"), tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
+    merge_alone(shelf("L1"), adapter, tmp_path / "a")
+    merge_alone(shelf("L1"), renamed(adapter, REPAIRS[how]), tmp_path / "b")
+    assert all(torch.equal(x, read(tmp_path / "b")[k]) for k, x in read(tmp_path / "a").items())
+
+
+def test_bin_files_and_sub_folders(shelf, tmp_path):
+    adapter = trained(shelf("L1"), tmp_path / "adapter", target_modules=["q_proj"])
+    merge_alone(shelf("L1"), adapter, tmp_path / "a")
+    (tmp_path / "outer").mkdir()
+    shutil.copytree(adapter, tmp_path / "outer/mine")
+    file = tmp_path / "outer/mine/adapter_model.safetensors"
+    torch.save(load_file(file), file.with_name("adapter_model.bin"))
+    file.unlink()
+    merge_alone(shelf("L1"), tmp_path / "outer", tmp_path / "b")
+    assert all(torch.equal(x, read(tmp_path / "b")[k]) for k, x in read(tmp_path / "a").items())
+
+
+def test_experts_lora_b_in_the_other_order(shelf, tmp_path):
+    settings = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]}
+    adapter = trained(shelf("MX"), tmp_path / "adapter", **settings)
+    merge_alone(shelf("MX"), adapter, tmp_path / "a")
+
+    def reorder(tensors):
+        return {
+            k: t.reshape(t.shape[0], 4, 4).transpose(1, 2).reshape(t.shape) if "experts" in k and "lora_B" in k else t
+            for k, t in tensors.items()
+        }
+
+    merge_alone(shelf("MX"), edit_adapter(adapter, reorder), tmp_path / "b", expert_layout="expert-major")
+    assert all(torch.equal(x, read(tmp_path / "b")[k]) for k, x in read(tmp_path / "a").items())
+
+
+# ---- refusals: one sentence, nothing written
+
+
+def drop(end):
+    return lambda tensors: {k: t for k, t in tensors.items() if not k.endswith(end)}
+
+
+def with_nan(tensors):
+    first = next(k for k in tensors if "lora_B" in k)
+    tensors[first][0, 0] = float("nan")
+    return tensors
+
+
+REFUSED = {  # change of the adapter -> what the message must say
+    "NaN": (lambda d: edit_adapter(d, with_nan), "NaN"),
+    "half missing": (lambda d: edit_adapter(d, drop("layers.1.self_attn.q_proj.lora_B.weight")), "no lora_B beside"),
+    "layer missing": (
+        lambda d: edit_adapter(d, lambda ts: {k: t for k, t in ts.items() if "layers.1.self_attn.q" not in k}),
+        "targets 4 linear layers, 1 of them have no tensors",
+    ),
+    "truncated": (lambda d: truncate(d / "adapter_model.safetensors"), "truncated"),
+    "foreign prefix": (
+        lambda d: renamed(d, lambda k: k.replace("model.model.", "model.language_model.model.")),
+        r"match nothing in the model, first .* \(did you mean 'model.layers",
+    ),
+    "typo in a target": (
+        lambda d: edit_adapter(d, target_modules=["q_prj", "v_proj"]),
+        "'q_prj' .did you mean 'q_proj'",
+    ),
+    "typo in a key": (lambda d: renamed(d, lambda k: k.replace("lora_A", "lora_a")), "mean nothing to a LoRA"),
+    "pattern of nothing": (lambda d: edit_adapter(d, alpha_pattern={"^q_proj": 100}), r"'\^q_proj' matches no module"),
+    "other rank": (lambda d: edit_adapter(d, r=8), "has rank 4, but"),
+    "aLoRA": (lambda d: edit_adapter(d, alora_invocation_tokens=[1, 2]), "aLoRA"),
+    "Arrow": (lambda d: edit_adapter(d, arrow_config={"top_k": 2}), "Arrow"),
+    "KaSA": (lambda d: edit_adapter(d, kasa_config={"beta": 1}), "KaSA"),
+    "CorDA": (lambda d: edit_adapter(d, init_lora_weights="corda"), "'corda' changed the base"),
+    "LoftQ": (lambda d: edit_adapter(d, init_lora_weights="loftq"), "base_is_residual: true"),
+    "PiSSA by chance": (lambda d: edit_adapter(d, init_lora_weights="pissa_niter_4"), "pissa_niter_4"),
+    "another type": (lambda d: edit_adapter(d, peft_type="LOHA"), "only LORA adapters"),
+    "wrong type of a key": (lambda d: edit_adapter(d, r="4"), "a whole number above 0 was expected"),
+    "no weights": (lambda d: (d / "adapter_model.safetensors").unlink(), "neither adapter_model.safetensors"),
+}
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_f11_f13_one_clear_error_and_nothing_written(shelf, tmp_path, what):
+    spoil, message = REFUSED[what]
+    adapter = trained(shelf("L1"), tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
+    spoil(adapter)
+    with pytest.raises(SutureError, match=message):
+        merge(shelf("L1"), adapter, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter"]
+
+
+def test_f19_a_wrong_base_is_refused(shelf, tmp_path):
+    adapter = trained(shelf("L0"), tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
+    with pytest.raises(SutureError, match=r"v_proj\.weight is \[16, 64\]; give the base"):
+        merge(shelf("L1"), adapter, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_residual_base_takes_the_change_plainly(shelf, tmp_path):
+    adapter = trained(shelf("L1"), tmp_path / "adapter", target_modules=["q_proj"])
+    merge_alone(shelf("L1"), adapter, tmp_path / "a")
+    edit_adapter(adapter, init_lora_weights="loftq")
+    merge_alone(shelf("L1"), adapter, tmp_path / "b", base_is_residual=True)
+    assert all(torch.equal(x, read(tmp_path / "b")[k]) for k, x in read(tmp_path / "a").items())
