@@ -10,6 +10,8 @@ from .step import StepKind, always, never
 
 STEPS: dict[str, StepKind] = {
     "untie": StepKind(UntieSettings, "give a tied head its own copy", never, False, untie.prepare, untie.run),
+    "rtn": StepKind(RTNSettings, "round to nearest", never, True, quantize.prepare, quantize.run, quantize.rehearsal),
+    "gptq": StepKind(GPTQSettings, "GPTQ", always, True, quantize.prepare, quantize.run, quantize.rehearsal),
     "lora.merge": StepKind(
         MergeSettings,
         "merge LoRA adapters",
@@ -20,6 +22,4 @@ STEPS: dict[str, StepKind] = {
         lora_merge.rehearsal,
         paths=("adapter",),
     ),
-    "rtn": StepKind(RTNSettings, "round to nearest", never, True, quantize.prepare, quantize.run, quantize.rehearsal),
-    "gptq": StepKind(GPTQSettings, "GPTQ", always, True, quantize.prepare, quantize.run, quantize.rehearsal),
 }
