@@ -117,6 +117,33 @@ class Skeleton:
         for name in self.layout.block_tensors(index):
             self._put(name, None)
 
+    def block_parameters(self, index: int) -> dict[str, Tensor]:
+        """The loaded block's parameters by module name."""
+        return {name: self.model.get_parameter(name).data for name in self.layout.block_tensors(index)}
+
+    def on_disk(self, index: int, changed: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Changed parameters of the loaded block `index` (module names) as whole tensors by disk name: experts that
+        share a tensor come together, the unchanged ones as they are loaded."""
+        users: dict[str, list[tuple[str, Place]]] = {}
+        for name, place in self.layout.block_tensors(index).items():
+            users.setdefault(place.tensor, []).append((name, place))
+        tensors: dict[str, Tensor] = {}
+        for tensor, sharing in users.items():
+            mine = [name for name, _ in sharing if name in changed]
+            if not mine:
+                continue
+            if sharing[0][1].expert is None:
+                tensors[tensor] = changed[mine[0]]
+                continue
+            whole = torch.empty(self.source.shapes[tensor], dtype=self.dtype, device=self.device)
+            for name, place in sharing:
+                cut(whole, place).copy_(changed[name] if name in changed else self.model.get_parameter(name))
+            tensors[tensor] = whole
+        strangers = set(changed) - set(self.layout.block_tensors(index))
+        if strangers:
+            raise SutureError(f"{sorted(strangers)[0]}: not a parameter of block {index}")
+        return tensors
+
     def load_head(self) -> None:
         """Final norm and head (the embedding when tied), and learned positions, which the forward adds on its way."""
         self._fill(self._head_places())
@@ -124,6 +151,10 @@ class Skeleton:
     def free_head(self) -> None:
         for name in self._head_places():
             self._put(name, None)
+
+    def head_parameters(self) -> dict[str, Tensor]:
+        """Final norm and head, loaded, by module name."""
+        return {name: self.model.get_parameter(name).data for name in self._head_places()}
 
     def _head_places(self) -> dict[str, Place]:
         family = self.family

@@ -59,6 +59,15 @@ class Family:
     conv1d: bool = False  # weights stored [in, out]
     disk_stems: tuple[str, ...] = ("model.", "language_model.model.", "model.language_model.")
     head_norms: tuple[str, ...] = ()  # norms over head_dim (QK norm) or over a latent: never folded with hidden size
+    readers: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    """(norm, what reads its output) within a block; the experts' module stands for every expert's gate and up, and a
+    path that a block lacks is passed over. Norms over a sublayer's output (sandwich norms) are read by the residual."""
+    attention_out: str = "self_attn.o_proj"
+    mlp_in: tuple[str, ...] = (
+        "mlp.gate_proj",
+        "mlp.up_proj",
+    )  # their rows are neurons (those of a fused one: gate, up)
+    mlp_out: str = "mlp.down_proj"
     keep: tuple[str, ...] = ()  # linears left in full precision unless named outright, with the reason in `keep_reason`
     keep_reason: str = ""
 
@@ -68,17 +77,28 @@ _GATED_MLP = (("mlp.gate_proj", "mlp.up_proj"), ("mlp.down_proj",))
 _PRE_NORMS = ("input_layernorm", "post_attention_layernorm")
 _SANDWICH_NORMS = (*_PRE_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 _QK_NORMS = ("self_attn.q_norm", "self_attn.k_norm")
+_QKV, _GATE_UP = _ATTENTION[0], _GATED_MLP[0]
+_READERS = (("input_layernorm", _QKV), ("post_attention_layernorm", _GATE_UP))
+_SANDWICH_READERS = (("input_layernorm", _QKV), ("pre_feedforward_layernorm", _GATE_UP))
+_MOE_READERS = (("input_layernorm", _QKV), ("post_attention_layernorm", (*_GATE_UP, "mlp.gate", "mlp.experts")))
 
 FAMILIES: dict[str, Family] = {
     family.model_type: family
     for family in (
-        Family("llama", _ATTENTION + _GATED_MLP, _PRE_NORMS),
-        Family("mistral", _ATTENTION + _GATED_MLP, _PRE_NORMS),
-        Family("qwen2", _ATTENTION + _GATED_MLP, _PRE_NORMS),
-        Family("qwen3", _ATTENTION + _GATED_MLP, _PRE_NORMS, head_norms=_QK_NORMS),
-        Family("gemma", _ATTENTION + _GATED_MLP, _PRE_NORMS, norm_kind="1+w"),
-        Family("gemma2", _ATTENTION + _GATED_MLP, _SANDWICH_NORMS, norm_kind="1+w"),
-        Family("gemma3_text", _ATTENTION + _GATED_MLP, _SANDWICH_NORMS, norm_kind="1+w", head_norms=_QK_NORMS),
+        Family("llama", _ATTENTION + _GATED_MLP, _PRE_NORMS, readers=_READERS),
+        Family("mistral", _ATTENTION + _GATED_MLP, _PRE_NORMS, readers=_READERS),
+        Family("qwen2", _ATTENTION + _GATED_MLP, _PRE_NORMS, readers=_READERS),
+        Family("qwen3", _ATTENTION + _GATED_MLP, _PRE_NORMS, head_norms=_QK_NORMS, readers=_READERS),
+        Family("gemma", _ATTENTION + _GATED_MLP, _PRE_NORMS, norm_kind="1+w", readers=_READERS),
+        Family("gemma2", _ATTENTION + _GATED_MLP, _SANDWICH_NORMS, norm_kind="1+w", readers=_SANDWICH_READERS),
+        Family(
+            "gemma3_text",
+            _ATTENTION + _GATED_MLP,
+            _SANDWICH_NORMS,
+            norm_kind="1+w",
+            head_norms=_QK_NORMS,
+            readers=_SANDWICH_READERS,
+        ),
         Family(
             "phi3",
             (("self_attn.qkv_proj",), ("self_attn.o_proj",), ("mlp.gate_up_proj",), ("mlp.down_proj",)),
@@ -87,6 +107,11 @@ FAMILIES: dict[str, Family] = {
                 Fused("self_attn.qkv_proj", ("q", "k", "v"), "blocks"),
                 Fused("mlp.gate_up_proj", ("gate", "up"), "blocks"),
             ),
+            readers=(
+                ("input_layernorm", ("self_attn.qkv_proj",)),
+                ("post_attention_layernorm", ("mlp.gate_up_proj",)),
+            ),
+            mlp_in=("mlp.gate_up_proj",),
         ),
         Family(
             "gpt2",
@@ -101,6 +126,10 @@ FAMILIES: dict[str, Family] = {
             rope="none",
             fused=(Fused("attn.c_attn", ("q", "k", "v"), "blocks"),),
             conv1d=True,
+            readers=(("ln_1", ("attn.c_attn",)), ("ln_2", ("mlp.c_fc",))),
+            attention_out="attn.c_proj",
+            mlp_in=("mlp.c_fc",),
+            mlp_out="mlp.c_proj",
             disk_stems=("transformer.", ""),
         ),
         Family(
@@ -118,6 +147,13 @@ FAMILIES: dict[str, Family] = {
             head_on_disk="embed_out",
             norm_kind="layernorm",
             fused=(Fused("attention.query_key_value", ("q", "k", "v"), "per head"),),
+            readers=(
+                ("input_layernorm", ("attention.query_key_value",)),
+                ("post_attention_layernorm", ("mlp.dense_h_to_4h",)),
+            ),
+            attention_out="attention.dense",
+            mlp_in=("mlp.dense_h_to_4h",),
+            mlp_out="mlp.dense_4h_to_h",
             disk_stems=("gpt_neox.",),
         ),
         Family(
@@ -130,6 +166,7 @@ FAMILIES: dict[str, Family] = {
                 ("w1", "w3", "w2"),
                 renames=(("mlp.gate", "block_sparse_moe.gate"),),
             ),
+            readers=_MOE_READERS,
         ),
         Family(
             "qwen3_moe",
@@ -137,6 +174,7 @@ FAMILIES: dict[str, Family] = {
             _PRE_NORMS,
             head_norms=_QK_NORMS,
             experts=Experts("mlp.experts", "mlp.experts.{e}.{p}", ("gate_proj", "up_proj", "down_proj")),
+            readers=_MOE_READERS,
         ),
         Family(
             "deepseek_v3",
@@ -151,6 +189,10 @@ FAMILIES: dict[str, Family] = {
             _PRE_NORMS,
             rope="interleaved",
             head_norms=("self_attn.q_a_layernorm", "self_attn.kv_a_layernorm"),
+            readers=(
+                ("input_layernorm", ("self_attn.q_proj", "self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa")),
+                ("post_attention_layernorm", _GATE_UP),
+            ),
             keep=("self_attn.kv_a_proj_with_mqa",),
             keep_reason="its output is the cached latent that every head reads",
         ),

@@ -143,6 +143,20 @@ def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     return text
 
 
+def with_text_config(config: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    """The raw config with another text model's part: `text` itself, or a wrapper around it."""
+    from .families import WRAPPERS
+
+    if config.get("model_type", "") not in WRAPPERS:
+        return dict(text)
+    inner = dict(text)
+    if "tie_word_embeddings" not in config.get("text_config", {}):
+        inner.pop("tie_word_embeddings", None)  # `text_config` took it from the wrapper
+    if "model_type" not in config.get("text_config", {}):
+        inner.pop("model_type", None)
+    return {**config, "text_config": inner}
+
+
 def _disk_stem(family: Family, source: str, disk: Mapping[str, Shape]) -> str:
     wanted = [f"{stem}{family.embedding}.weight" for stem in family.disk_stems]
     for stem, name in zip(family.disk_stems, wanted, strict=True):

@@ -133,6 +133,11 @@ class Checkpoint:
         read = _from_bytes(read_ranges(info.file, ranges), torch.uint8, (len(distinct), row_bytes))
         return read[order].view(dtype) if row_bytes else torch.empty((len(wanted), 0), dtype=dtype)
 
+    def side(self, name: str) -> bytes | None:
+        """The file `name` that travels with the weights, whole; None when there is none."""
+        found = next((path for path in self.side_files if path.name == name), None)
+        return found.read_bytes() if found is not None else None
+
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every tensor by name."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .errors import SutureError
@@ -35,6 +36,10 @@ class TensorSource(Protocol):
         """safetensors dtype code of every tensor by disk name."""
         ...
 
+    def side(self, name: str) -> bytes | None:
+        """A file beside the weights that travels with them, whole; None when there is none of that name."""
+        ...
+
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor in its stored dtype (a quantized one: dequantized, in its scales' dtype)."""
         ...
@@ -46,12 +51,23 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class PlannedSource:
-    """What an earlier step will have written: names, shapes and dtypes, nothing to read yet."""
+    """What an earlier step will have written: names, shapes and dtypes, nothing to read yet.
+
+    `side_files`: those that the step writes or (None) leaves out; others are those of `before`, its input.
+    """
 
     source: str
     config: dict[str, Any]
     shapes: dict[str, tuple[int, ...]]
     dtypes: dict[str, str]
+    side_files: Mapping[str, bytes | Path | None] = field(default_factory=dict)
+    before: TensorSource | None = None
+
+    def side(self, name: str) -> bytes | None:
+        if name in self.side_files:
+            content = self.side_files[name]
+            return content.read_bytes() if isinstance(content, Path) else content
+        return self.before.side(name) if self.before is not None else None
 
     def read(self, name: str) -> torch.Tensor:
         raise SutureError(f"{name}: will only exist when the step before has run")
@@ -87,6 +103,9 @@ class OverlaySource:
     def dtypes(self) -> Mapping[str, str]:
         return self.planned.dtypes
 
+    def side(self, name: str) -> bytes | None:
+        return self.planned.side(name)
+
     def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make `tensors` readable. Raises SutureError for a name or a shape that was not planned."""
         for name, tensor in tensors.items():
@@ -108,3 +127,42 @@ class OverlaySource:
         if self.base.shapes.get(name) != self.shapes.get(name):
             raise SutureError(f"{name}: not made yet")
         return self.base
+
+
+@dataclass(frozen=True)
+class DerivedSource:
+    """What a step turns `base` into when each tensor can be made by itself, at any time.
+
+    `derive(name)`: the tensor, or the name of the tensor of `base` that it is a copy of.
+    """
+
+    planned: PlannedSource
+    base: TensorSource
+    derive: Callable[[str], torch.Tensor | str]
+
+    @property
+    def source(self) -> str:
+        return self.planned.source
+
+    @property
+    def config(self) -> dict[str, Any]:
+        return self.planned.config
+
+    @property
+    def shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self.planned.shapes
+
+    @property
+    def dtypes(self) -> Mapping[str, str]:
+        return self.planned.dtypes
+
+    def side(self, name: str) -> bytes | None:
+        return self.planned.side(name)
+
+    def read(self, name: str) -> torch.Tensor:
+        made = self.derive(name)
+        return self.base.read(made) if isinstance(made, str) else made
+
+    def read_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
+        made = self.derive(name)
+        return self.base.read_rows(made, rows) if isinstance(made, str) else made[list(rows)]

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import torch
 from pydantic import BaseModel
@@ -19,11 +21,11 @@ from pydantic import BaseModel
 from ..calibrate.skeleton import Skeleton, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.source import PlannedSource, TensorSource
+from ..checkpoint.source import TensorSource
 from ..checkpoint.staging import check_output, partial_of
 from ..checkpoint.writer import ShardPlan, plan_shards
 from .recipe import Recipe
-from .step import Prepared, StepKind
+from .step import Prepared, StepKind, planned_output
 from .steps import STEPS
 from .texts import Calibration, Evaluation, TextModel, calibration_text, evaluation_text, leakage, text_model
 
@@ -87,11 +89,12 @@ def make_plan(
         method = checkpoint.quantization.get("quant_method")
         raise SutureError(f"{recipe.model}: already quantized ({method})", "give the unquantized checkpoint")
     skeleton = open_skeleton(checkpoint)
-    steps = _plan_steps(recipe, checkpoint, resolved)
+    steps = plan_steps(recipe, checkpoint, resolved)
     max_positions = getattr(skeleton.hf_config, "max_position_embeddings", None)
     text = text_model(checkpoint, checkpoint.shapes[skeleton.layout.embedding][0], max_positions)
     calibration = calibration_text(recipe.calibration, text) if recipe.calibration and needy else None
     evaluation = evaluation_text(recipe.report, text) if recipe.report else None
+    _refuse_dropped_tokens(steps, calibration, evaluation)
     chosen = choose_device(device)
     batch = max(1, 2048 // calibration.blocks.ids.shape[1]) if calibration else 1
     estimate = _estimate(recipe, checkpoint, skeleton, steps, calibration, batch)
@@ -131,22 +134,51 @@ def _check_order(names: list[str]) -> None:
             )
 
 
-def _plan_steps(
-    recipe: Recipe, checkpoint: Checkpoint, resolved: list[tuple[str, BaseModel]]
+def plan_steps(
+    recipe: Recipe, checkpoint: Checkpoint, resolved: Sequence[tuple[str, BaseModel]]
 ) -> tuple[PlannedStep, ...]:
+    """Each step's plan, made from the planned output of the one before it."""
     source: TensorSource = checkpoint
     steps: list[PlannedStep] = []
     for name, settings in resolved:
         kind = STEPS[name]
         prepared = kind.prepare(source, settings)
-        steps.append(PlannedStep(name, settings, kind, prepared, plan_shards(prepared.specs, recipe.max_shard_size)))
-        source = PlannedSource(
-            f"{checkpoint.source} after {name}",
-            prepared.config,
-            {spec.name: spec.shape for spec in prepared.specs},
-            {spec.name: spec.dtype for spec in prepared.specs},
-        )
+        shards = plan_shards(prepared.specs, prepared.shard_bytes or recipe.max_shard_size)
+        steps.append(PlannedStep(name, settings, kind, prepared, shards))
+        source = planned_output(f"{checkpoint.source} after {name}", prepared, source)
     return tuple(steps)
+
+
+def settled(plan: Plan, number: int, checkpoint: Checkpoint, settings: BaseModel) -> Plan:
+    """The plan once step `number` (from 1), which reads `checkpoint`, has `settings` that data decided."""
+    rest = [(step.name, step.settings) for step in plan.steps[number:]]
+    steps = plan_steps(plan.recipe, checkpoint, [(plan.steps[number - 1].name, settings), *rest])
+    return replace(plan, steps=(*plan.steps[: number - 1], *steps))
+
+
+def _refuse_dropped_tokens(
+    steps: Sequence[PlannedStep], calibration: Calibration | None, evaluation: Evaluation | None
+) -> None:
+    """Text that a step or the report needs must keep all its tokens through the steps before."""
+    readers = [(f"steps[{i}].{step.name}", i) for i, step in enumerate(steps) if step.kind.needs_text(step.settings)]
+    texts = [("calibration", [calibration.blocks.ids], *readers[-1])] if calibration and readers else []
+    texts += [("report", list(evaluation.windows.ids), "the report", len(steps))] if evaluation else []
+    for key, parts, reader, n_steps in texts:
+        seen = np.unique(np.concatenate([part.reshape(-1) for part in parts]))
+        lost = int((tokens_after(steps[:n_steps], torch.from_numpy(seen)) < 0).sum())
+        if lost:
+            raise SutureError(
+                f"{key}: {reader} needs this text, and {lost} of its {len(seen)} distinct tokens are dropped before",
+                f"add {key}'s data to what the vocabulary is trimmed to",
+            )
+
+
+def tokens_after(steps: Sequence[PlannedStep], ids: torch.Tensor) -> torch.Tensor:
+    """Token ids of the input as the output of the last of `steps` numbers them; -1 for dropped ones."""
+    for step in steps:
+        kept = ids >= 0
+        ids = torch.where(kept, step.prepared.tokens_after(ids.clamp_min(0)), ids)
+    return ids
 
 
 def _warnings(
@@ -249,16 +281,21 @@ def _measured_flops() -> float:
     return 3 * 2 * 1024**3 / max(time.perf_counter() - start, 1e-6)
 
 
-def probe_ids(plan: Plan) -> torch.Tensor:
+def probe_ids(plan: Plan, n_steps: int = 0) -> torch.Tensor:
     """Token ids [B, T] whose logits verification compares: calibration text, else ids spread over the vocabulary.
 
+    As the output of the first `n_steps` steps numbers them; one that is dropped becomes one that is not.
     Never the report's text: a resumed run may have another report, and must find the same probe.
     """
     length = min(128, plan.text.max_positions or 128)
     if plan.calibration is not None:
-        return torch.from_numpy(plan.calibration.blocks.ids[:1, :length].copy())
-    generator = torch.Generator().manual_seed(0)
-    return torch.randint(0, plan.text.vocabulary, (1, length), generator=generator)
+        ids = torch.from_numpy(plan.calibration.blocks.ids[:1, :length].copy())
+    else:
+        generator = torch.Generator().manual_seed(0)
+        ids = torch.randint(0, plan.text.vocabulary, (1, length), generator=generator)
+    for step in plan.steps[:n_steps]:
+        ids = step.prepared.probe_after(ids)
+    return ids
 
 
 def _verify_blocks(plan: Plan) -> int:

@@ -18,6 +18,9 @@ from pydantic import BaseModel
 
 from .. import __version__
 from ..calibrate.skeleton import open_skeleton
+from ..calibrate.tokens import TokenBlocks
+from ..checkpoint.families import family_of
+from ..checkpoint.layout import text_config
 from ..checkpoint.manifest import (
     MANIFEST,
     SCHEMA,
@@ -34,10 +37,11 @@ from ..checkpoint.writer import ShardPlan, plan_shards
 from ..quant.decode import dense_view
 from ..report.document import REPORT_FILES, Report, make_report, write_report
 from ..report.score import score
-from .plan import Plan, PlannedStep, make_plan, probe_ids
+from ..report.windows import Windows
+from .plan import Plan, PlannedStep, make_plan, probe_ids, settled, tokens_after
 from .progress import Progress, Silent
 from .recipe import Recipe
-from .step import StepKind, StepResult, StepRun
+from .step import Prepared, StepKind, StepResult, StepRun
 from .steps import STEPS
 from .verify import check_reload, first_blocks, reload_and_compare, reload_here, reopen, shortened
 
@@ -76,7 +80,7 @@ def run(
     with open_staging(plan.output, fingerprint(plan, hashes), overwrite, resume) as staging:
         plan = _begin(plan, staging, progress)
         clock.lap("preflight")
-        results = _run_steps(plan, staging, progress)
+        plan, results = _run_steps(plan, staging, progress)
         clock.lap("steps")
         progress.say("verify: reloading with stock transformers")
         verification = _verify(plan, staging, results[-1])
@@ -111,6 +115,7 @@ def fingerprint(plan: Plan, weights: dict[str, str]) -> dict[str, str]:
         "transformers": version("transformers"),
         "recipe": _digest(content),
         "model": _digest([sorted(weights.items()), plan.checkpoint.config]),
+        "trimmed vocabulary": _digest([step.prepared.token_map for step in plan.steps if step.prepared.token_map]),
         "calibration text": plan.calibration.blocks.sha256 if plan.calibration else "none",
         "device": plan.device.type,
     }
@@ -152,7 +157,8 @@ def preflight(plan: Plan, scratch: Path) -> None:
             work = _step_run(plan, staging, f"step-{number}", number, source, shards, Silent())
             work = replace(work, directory=directory, text=None, probe=probe, verify_blocks=1)
             expected = kind.run(work, prepared, settings).expected
-            write_whole(directory / "config.json", to_json(prepared.config))
+            _write_beside(directory, source, prepared)
+            probe = prepared.probe_after(probe)
             if directory != staging.model:
                 source = open_checkpoint(directory)
         check_reload(reload_here(staging.model, probe), probe, expected, plan.skeleton.layout.unknown)
@@ -178,13 +184,16 @@ def _one_block(plan: Plan) -> Checkpoint:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def _run_steps(plan: Plan, staging: Staging, progress: Progress) -> list[StepResult]:
+def _run_steps(plan: Plan, staging: Staging, progress: Progress) -> tuple[Plan, list[StepResult]]:
+    """The plan, with what data decided, and each step's result."""
     results: list[StepResult] = []
     source = plan.checkpoint
-    for number, step in enumerate(plan.steps, start=1):
+    for number in range(1, len(plan.steps) + 1):
         last = number == len(plan.steps)
         directory = staging.model if last else staging.work / f"after-step-{number}"
         key = f"step-{number}"
+        plan = _settle(plan, number, source, staging, progress)
+        step = plan.steps[number - 1]
         done = None if last else staging.find(step=key, unit="done")
         if done is not None:
             source = open_checkpoint(directory)
@@ -192,12 +201,39 @@ def _run_steps(plan: Plan, staging: Staging, progress: Progress) -> list[StepRes
             continue
         work = _step_run(plan, staging, key, number, source, step.shards, progress)
         results.append(step.kind.run(replace(work, directory=directory), step.prepared, step.settings))
-        write_whole(directory / "config.json", to_json(step.prepared.config))
+        _write_beside(directory, source, step.prepared)
         if not last:
             result = results[-1]
             staging.record({"step": key, "unit": "done", "modules": result.modules, "receipt": result.receipt})
             source = open_checkpoint(directory)
-    return results
+    return plan, results
+
+
+def _settle(plan: Plan, number: int, source: Checkpoint, staging: Staging, progress: Progress) -> Plan:
+    """The plan after step `number`, if its kind asks for that, has decided from data what prepare could not know."""
+    step, key = plan.steps[number - 1], f"step-{number}"
+    if step.kind.settle is None:
+        return plan
+    entry = staging.find(step=key, unit="settled")
+    if entry is None:
+        work = _step_run(plan, staging, key, number, source, step.shards, progress)
+        chosen = step.kind.settle(work, step.prepared, step.settings)
+        entry = {"step": key, "unit": "settled", "settings": chosen.model_dump() if chosen is not None else None}
+        staging.record(entry)
+    if entry["settings"] is None:
+        return plan
+    return settled(plan, number, source, step.kind.settings.model_validate(entry["settings"]))
+
+
+def _write_beside(directory: Path, source: Checkpoint, prepared: Prepared) -> None:
+    """config.json, and the files that travel with the weights, as the step leaves them."""
+    write_whole(directory / "config.json", to_json(prepared.config))
+    for side in source.side_files:
+        if side.name not in _superseded() and side.name not in prepared.side_files:
+            write_whole(directory / side.name, side.read_bytes())
+    for name, content in prepared.side_files.items():
+        if content is not None:
+            write_whole(directory / name, content if isinstance(content, bytes) else content.read_bytes())
 
 
 def _step_run(
@@ -217,63 +253,64 @@ def _step_run(
         directory=staging.model,
         shards=shards,
         staging=staging,
-        text=plan.calibration.blocks if plan.calibration else None,
+        text=_text_after(plan, number - 1),
         batch=plan.batch,
         paused=plan.estimate.paused,
         budget=plan.estimate.available_memory // 4,
-        probe=probe_ids(plan),
+        probe=probe_ids(plan, number - 1),
         verify_blocks=plan.verify_blocks,
         progress=progress,
         device=plan.device,
     )
 
 
+def _text_after(plan: Plan, n_steps: int) -> TokenBlocks | None:
+    """Calibration text as the output of the first `n_steps` steps numbers its tokens."""
+    if plan.calibration is None:
+        return None
+    blocks = plan.calibration.blocks
+    return replace(blocks, ids=tokens_after(plan.steps[:n_steps], torch.from_numpy(blocks.ids)).numpy())
+
+
 # -- after the steps ---------------------------------------------------------------------------------------------------
 
 
 def _verify(plan: Plan, staging: Staging, result: StepResult) -> dict[str, Any]:
-    for name, path in _side_files(plan).items():
-        write_whole(staging.model / name, path.read_bytes())
     written = reopen(staging.model)
     prepared = plan.steps[-1].prepared
     account_for(plan.checkpoint.tensors, written.tensors, _accounts(plan))
-    n = plan.verify_blocks
+    n = min(plan.verify_blocks, prepared.n_blocks)
+    later = tuple(_later_blocks(prepared, n))
     directory = staging.model
     if n < prepared.n_blocks:
-        directory = first_blocks(written, n, _first_tensors(plan, written, n), staging.work / "first-blocks")
-    allowed = (*plan.skeleton.layout.unknown, *_later_blocks(plan, n))
-    record = reload_and_compare(directory, staging.work, probe_ids(plan), result.expected, allowed)
+        first = frozenset(name for name in written.tensors if not name.startswith(later))
+        directory = first_blocks(written, n, first, staging.work / "first-blocks")
+    allowed = (*plan.skeleton.layout.unknown, *later)
+    probe = probe_ids(plan, len(plan.steps))
+    record = reload_and_compare(directory, staging.work, probe, result.expected, allowed)
     return {"blocks": n, "of_blocks": prepared.n_blocks, **record}
 
 
-def _later_blocks(plan: Plan, n: int) -> Iterator[str]:
-    """How the names of tensors of blocks from `n` on begin: their files also hold earlier ones, so a loader sees them."""
-    layout = plan.skeleton.layout
-    for index in range(n, len(layout.blocks)):
-        for stem in {layout.family.stem, *layout.family.disk_stems}:  # a loader speaks of its module's names
-            yield f"{stem}{layout.family.blocks}.{index}."
-
-
-def _first_tensors(plan: Plan, written: Checkpoint, n: int) -> frozenset[str]:
-    layout = plan.skeleton.layout
-    later = {p.tensor for i in range(n, len(layout.blocks)) for p in layout.block_tensors(i).values()}
-    accounts = _accounts(plan)
-    gone = {output for name in later for output in accounts[name].outputs}
-    return frozenset(name for name in written.tensors if name not in gone)
+def _later_blocks(prepared: Prepared, n: int) -> Iterator[str]:
+    """How the names of the output's tensors of blocks from `n` on begin, on disk and (a loader speaks of those) in the
+    module; files hold them beside earlier ones."""
+    family = family_of(str(text_config(prepared.config)["model_type"]))
+    for index in range(n, prepared.n_blocks):
+        for stem in {family.stem, *family.disk_stems}:
+            yield f"{stem}{family.blocks}.{index}."
 
 
 def _accounts(plan: Plan) -> Any:
     return chain_accounts([step.prepared.accounts for step in plan.steps])
 
 
-def _side_files(plan: Plan) -> dict[str, Path]:
-    """Files to carry along: the input's, but those that a step replaces or leaves out."""
-    files = {path.name: path for path in plan.checkpoint.side_files if path.name not in _superseded()}
+def _side_files(plan: Plan) -> set[str]:
+    """Names of the files that came along: the input's, without those that a step left out, and what steps added."""
+    names = {path.name for path in plan.checkpoint.side_files if path.name not in _superseded()}
     for step in plan.steps:
-        files |= {name: path for name, path in step.prepared.side_files.items() if path is not None}
-        for name in (name for name, path in step.prepared.side_files.items() if path is None):
-            files.pop(name, None)
-    return files
+        names -= set(step.prepared.side_files)
+        names |= {name for name, content in step.prepared.side_files.items() if content is not None}
+    return names
 
 
 def _superseded() -> frozenset[str]:
@@ -295,7 +332,8 @@ def _report(plan: Plan, staging: Staging, results: list[StepResult], progress: P
         if staging.find(unit=saved.name) is None:
             skeleton = open_skeleton(dense_view(checkpoint), device=plan.device)
             spill = staging.work / f"score-{name}.bin"
-            nll[name] = score(skeleton, windows, progress.track, f"score {name}", budget, spill)
+            scored = windows if name == "base" else _renumbered(plan, windows)
+            nll[name] = score(skeleton, scored, progress.track, f"score {name}", budget, spill)
             buffer = io.BytesIO()
             np.save(buffer, nll[name])
             write_whole(saved, buffer.getvalue())
@@ -317,6 +355,11 @@ def _report(plan: Plan, staging: Staging, results: list[StepResult], progress: P
     )
     write_report(report, staging.model)
     return report
+
+
+def _renumbered(plan: Plan, windows: Windows) -> Windows:
+    """The same windows in the output's token ids."""
+    return replace(windows, ids=tuple(tokens_after(plan.steps, torch.from_numpy(ids)).numpy() for ids in windows.ids))
 
 
 def _finish(
@@ -343,10 +386,12 @@ def _finish(
         },
         "config_edits": _config_edits(plan.checkpoint.config, plan.steps[-1].prepared.config),
         "side_files": sorted(_side_files(plan)),
+        "side_file_edits": _side_file_edits(plan),
         "receipts": [{"step": step.name, **result.receipt} for step, result in zip(plan.steps, results, strict=True)],
         "modules": modules,
         "skipped_layers": dict(plan.steps[-1].prepared.skipped) if modules else {},
-        "fallbacks": {name: record["fallback"] for name, record in modules.items() if record.get("fallback")},
+        "fallbacks": {name: record["fallback"] for name, record in modules.items() if record.get("fallback")}
+        | {name: reason for result in results for name, reason in result.receipt.get("fallbacks", {}).items()},
         "expert_tokens": _expert_tokens(plan, modules),
         "notes": list(plan.warnings),
         "verification": verification,
@@ -376,6 +421,15 @@ def _config_edits(before: dict[str, Any], after: dict[str, Any]) -> list[dict[st
         for key in sorted({*before, *after})
         if before.get(key) != after.get(key)
     ]
+
+
+def _side_file_edits(plan: Plan) -> dict[str, str]:
+    """File -> which step rewrote it, or left it out; later steps count."""
+    return {
+        name: f"{'rewritten' if content is not None else 'left out'} by {step.name}"
+        for step in plan.steps
+        for name, content in sorted(step.prepared.side_files.items())
+    }
 
 
 def _expert_tokens(plan: Plan, modules: dict[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from ..calibrate.tokens import TokenBlocks
 from ..checkpoint.manifest import Account
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.source import TensorSource
+from ..checkpoint.source import PlannedSource, TensorSource
 from ..checkpoint.staging import Staging
 from ..checkpoint.writer import ShardPlan, TensorSpec
 from .progress import Progress
@@ -30,9 +30,33 @@ class Prepared:
     notes: tuple[str, ...]
     n_blocks: int
     skipped: dict[str, str] = field(default_factory=dict)  # layers that the step could have changed -> why not
-    side_files: dict[str, Path | None] = field(
-        default_factory=dict
-    )  # to carry instead of the input's; None: to leave out
+    side_files: Mapping[str, bytes | Path | None] = field(default_factory=dict)  # content, a copy, or (None) left out
+    token_map: tuple[int, ...] | None = None  # for every token id of the input: its id in the output, -1 when dropped
+    shard_bytes: int | None = None  # another size of the output's files than the recipe's
+
+    def tokens_after(self, ids: Tensor) -> Tensor:
+        """Token ids as the output numbers them; -1 for dropped ones."""
+        return ids if self.token_map is None else torch.tensor(self.token_map, dtype=torch.int64)[ids]
+
+    def probe_after(self, ids: Tensor) -> Tensor:
+        """Like `tokens_after`, but a dropped token becomes one that stays."""
+        if self.token_map is None:
+            return ids
+        mapped = self.tokens_after(ids)
+        kept = sorted(new for new in self.token_map if new >= 0)
+        return torch.where(mapped >= 0, mapped, torch.tensor(kept, dtype=torch.int64)[ids % len(kept)])
+
+
+def planned_output(source: str, prepared: Prepared, before: TensorSource) -> PlannedSource:
+    """A step's output as names and shapes. `before`: its input."""
+    return PlannedSource(
+        source,
+        prepared.config,
+        {spec.name: spec.shape for spec in prepared.specs},
+        {spec.name: spec.dtype for spec in prepared.specs},
+        prepared.side_files,
+        before,
+    )
 
 
 @dataclass(frozen=True)
@@ -78,6 +102,9 @@ class StepKind:
     """For a step that needs text, or more than the first block: (prepared, settings) -> the step and settings that stand
     for it in the preflight, which has neither: they change the same layers' shapes and formats."""
     paths: tuple[str, ...] = ()  # settings that are paths, or lists of mappings with paths under the same key
+    settle: Callable[[StepRun, Any, Any], BaseModel | None] | None = None
+    """For a step whose plan depends on data: decide, before `run`. The settings with the decision written out, of
+    which `prepare` is asked again; None when nothing was left to decide. Shapes of the output may not depend on it."""
 
 
 def never(settings: Any) -> bool:

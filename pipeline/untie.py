@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
-from ..calibrate.replay import Stream, run_block
-from ..calibrate.skeleton import Skeleton, open_skeleton
+from ..calibrate.skeleton import open_skeleton
 from ..checkpoint.layout import ModelLayout
 from ..checkpoint.manifest import Account
 from ..checkpoint.source import TensorSource
-from ..checkpoint.writer import ShardWriter, TensorSpec
+from ..checkpoint.writer import TensorSpec
 from ..surgery.untie import UntieSettings, head_to_add, untied_config
+from .derive import run_derived
 from .step import Prepared, StepResult, StepRun
 
 
@@ -46,22 +44,4 @@ def prepare(source: TensorSource, settings: UntieSettings) -> UntiePlan:
 
 
 def run(work: StepRun, plan: UntiePlan, settings: UntieSettings) -> StepResult:
-    """Copy tensor by tensor."""
-    with ShardWriter(work.directory, work.shards) as writer:
-        for spec in work.progress.track(plan.specs, len(plan.specs), work.label):
-            origin = plan.layout.embedding if spec.name == plan.head else spec.name
-            writer.write_bytes(spec.name, work.checkpoint.read_bytes(origin))
-        writer.sync()
-    return StepResult({}, _logits(open_skeleton(work.checkpoint, device=work.device), work))
-
-
-@torch.no_grad()
-def _logits(skeleton: Skeleton, work: StepRun) -> torch.Tensor:
-    """The tied model's logits on the probe, which the untied one must reproduce."""
-    stream = Stream.start(skeleton, [work.probe])
-    for index in range(min(work.verify_blocks, skeleton.n_blocks)):
-        skeleton.load_block(index)
-        run_block(skeleton, index, stream)
-        skeleton.free_block(index)
-    skeleton.load_head()
-    return skeleton.logits(stream.hidden[0].to(skeleton.device), torch.arange(work.probe.shape[1])).cpu()
+    return run_derived(work, plan, lambda name: plan.layout.embedding if name == plan.head else name, exact=True)

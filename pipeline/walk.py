@@ -18,7 +18,7 @@ from ..checkpoint.layout import ModelLayout
 from ..checkpoint.source import OverlaySource, PlannedSource
 from ..checkpoint.writer import ShardWriter
 from ..quant.scheme import STORAGE
-from .step import Prepared, StepResult, StepRun
+from .step import Prepared, StepResult, StepRun, planned_output
 
 CALIBRATION = "calibration"  # name of the stream of calibration tokens
 ORIGINAL, UNROUNDED = "original", "unrounded"  # the probe through the input, and through the output in float32
@@ -31,12 +31,7 @@ Convert = Callable[[Skeleton, int, Stream | None], tuple[Mapping[str, Tensor], d
 
 def planned_source(work: StepRun, plan: Prepared) -> PlannedSource:
     """The step's output as names and shapes."""
-    return PlannedSource(
-        f"{work.checkpoint.source} in {work.label}",
-        plan.config,
-        {spec.name: spec.shape for spec in plan.specs},
-        {spec.name: spec.dtype for spec in plan.specs},
-    )
+    return planned_output(f"{work.checkpoint.source} in {work.label}", plan, work.checkpoint)
 
 
 @torch.no_grad()
@@ -125,10 +120,15 @@ def check_exact(what: str, original: Tensor, changed: Tensor) -> dict[str, Any]:
             f"{difference:.3g}",
             "nothing was written; please report this",
         )
+    return {"exact": True, **distance(original, changed)}
+
+
+def distance(original: Tensor, changed: Tensor) -> dict[str, Any]:
+    """How far logits [B, T, vocab] are apart: their largest difference, and the mean KL divergence of `changed`."""
+    difference, scale = float((original - changed).abs().max()), float(original.abs().max())
     log_p, log_q = original.double().log_softmax(-1), changed.double().log_softmax(-1)
     kl = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
     return {
-        "exact": True,
         "max_logit_difference": float(f"{difference:.3g}"),
         "largest_logit": float(f"{scale:.3g}"),
         "kl": float(f"{max(kl, 0.0):.3g}"),
@@ -156,6 +156,20 @@ def _run_unrounded(skeleton: Skeleton, index: int, made: Mapping[str, Tensor], s
 def _stored(overlay: OverlaySource, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The tensors in the dtypes that were planned for them."""
     return {name: tensor.to(STORAGE[overlay.dtypes[name]]).contiguous().cpu() for name, tensor in tensors.items()}
+
+
+@torch.no_grad()
+def probe_logits(skeleton: Skeleton, ids: Tensor, n_blocks: int) -> Tensor:
+    """Logits [B, T, vocab] of the first `n_blocks` blocks and the head, read one after another."""
+    stream = Stream.start(skeleton, [ids])
+    for index in range(min(n_blocks, skeleton.n_blocks)):
+        skeleton.load_block(index)
+        advance_probe(skeleton, index, stream)
+        skeleton.free_block(index)
+    skeleton.load_head()
+    logits = skeleton.logits(stream.hidden[0].to(skeleton.device), torch.arange(ids.shape[1])).cpu()
+    skeleton.free_head()
+    return logits
 
 
 def advance_probe(skeleton: Skeleton, index: int, probe: Stream) -> None:

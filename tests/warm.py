@@ -57,7 +57,8 @@ class Done:
 
 def unit_name(entry: dict) -> str:
     """A line of the journal in short: `begun`, `step-1 rest`, `step-1 block 0`, ..."""
-    what = f"block {entry['block']}" if "block" in entry else entry.get("unit", "fingerprint")
+    kind = next((kind for kind in ("block", "group") if kind in entry), None)
+    what = f"{kind} {entry[kind]}" if kind is not None else entry.get("unit", "fingerprint")
     return f"{entry['step']} {what}" if "step" in entry else what
 
 
