@@ -160,19 +160,20 @@ def _relative_to(recipe: Recipe, directory: Path) -> Recipe:
 
 
 def _paths_from(directory: Path, settings: Any, keys: tuple[str, ...]) -> Any:
-    """A step's settings with the paths under `keys` taken from `directory`, also in lists of mappings."""
+    """A step's settings with the paths under `keys` taken from `directory`, also in lists, of paths or of mappings."""
     if isinstance(settings, list):
         return [_paths_from(directory, item, keys) for item in settings]
     if not isinstance(settings, Mapping):
         return settings
-    return {
-        key: value
-        if key not in keys
-        else _absolute(directory, value)
-        if isinstance(value, str)
-        else _paths_from(directory, value, keys)
-        for key, value in settings.items()
-    }
+    return {key: _path_or_paths(directory, value, keys) if key in keys else value for key, value in settings.items()}
+
+
+def _path_or_paths(directory: Path, value: Any, keys: tuple[str, ...]) -> Any:
+    if isinstance(value, str):
+        return value if value.startswith(("builtin:", "hf:")) else _absolute(directory, value)
+    if isinstance(value, list):
+        return [_path_or_paths(directory, item, keys) for item in value]
+    return _paths_from(directory, value, keys)
 
 
 def _absolute(directory: Path, path: str) -> str:

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 from ..lora.settings import MergeSettings
 from ..quant.settings import GPTQSettings, RTNSettings
+from ..surgery.cast import CastSettings, ReshardSettings
+from ..surgery.fold_norms import FoldNormsSettings
+from ..surgery.fuse import FuseSettings, UnfuseSettings
+from ..surgery.layers import LayersSettings
+from ..surgery.permute import PermuteSettings
+from ..surgery.rescale_residual import RescaleResidualSettings
+from ..surgery.retie import RetieSettings
+from ..surgery.rope_scaling import RopeScalingSettings
+from ..surgery.rotary import RotarySettings
+from ..surgery.spectra import SpectraSettings
 from ..surgery.untie import UntieSettings
-from . import lora_merge, quantize, untie
+from ..surgery.vocabulary import VocabularySettings
+from . import cast, fuse, layers, lora_merge, quantize, retie, rewrite, rope_scaling, spectra, untie, vocabulary
 from .step import StepKind, always, never
 
 STEPS: dict[str, StepKind] = {
@@ -21,5 +32,90 @@ STEPS: dict[str, StepKind] = {
         lora_merge.run,
         lora_merge.rehearsal,
         paths=("adapter",),
+    ),
+    "retie": StepKind(RetieSettings, "drop a head that equals the embedding", never, False, retie.prepare, retie.run),
+    "fold_norms": StepKind(
+        FoldNormsSettings,
+        "fold the weights of norms into what reads them",
+        never,
+        False,
+        rewrite.prepare_fold_norms,
+        rewrite.run_fold_norms,
+    ),
+    "permute": StepKind(
+        PermuteSettings,
+        "put heads and neurons into another order",
+        rewrite.permute_needs_text,
+        False,
+        rewrite.prepare_permute,
+        rewrite.run_permute,
+        rehearsal=rewrite.rehearse_permute,
+    ),
+    "cast": StepKind(CastSettings, "store weights in another dtype", never, False, cast.prepare, cast.run),
+    "reshard": StepKind(
+        ReshardSettings, "write weight files of another size", never, False, cast.prepare_reshard, cast.run_reshard
+    ),
+    "layers": StepKind(
+        LayersSettings,
+        "drop, repeat or reorder layers",
+        layers.needs_text,
+        False,
+        layers.prepare,
+        layers.run,
+        settle=layers.settle,
+        rehearsal=layers.rehearsal,
+    ),
+    "vocabulary": StepKind(
+        VocabularySettings,
+        "trim, extend or pad the vocabulary, tokenizer included",
+        never,
+        False,
+        vocabulary.prepare,
+        vocabulary.run,
+        paths=("trim",),
+    ),
+    "fuse": StepKind(
+        FuseSettings, "join q, k, v and gate, up: Llama or Mistral to Phi-3", never, False, fuse.prepare_fuse, fuse.run
+    ),
+    "unfuse": StepKind(
+        UnfuseSettings,
+        "take q, k, v and gate, up apart: Phi-3 to Llama or Mistral",
+        never,
+        False,
+        fuse.prepare_unfuse,
+        fuse.run,
+    ),
+    "rotary": StepKind(
+        RotarySettings,
+        "put rotary rows into half-split or interleaved order",
+        never,
+        False,
+        rewrite.prepare_rotary,
+        rewrite.run_rotary,
+    ),
+    "rescale_residual": StepKind(
+        RescaleResidualSettings,
+        "scale the residual stream, and with it the norms' epsilon",
+        never,
+        False,
+        rewrite.prepare_rescale_residual,
+        rewrite.run_rescale_residual,
+    ),
+    "rope_scaling": StepKind(
+        RopeScalingSettings,
+        "stretch rotary positions to a longer context",
+        never,
+        False,
+        rope_scaling.prepare,
+        rope_scaling.run,
+    ),
+    "spectra": StepKind(
+        SpectraSettings,
+        "report how low-rank each matrix is",
+        spectra.needs_text,
+        False,
+        spectra.prepare,
+        spectra.run,
+        rehearsal=spectra.rehearsal,
     ),
 }

@@ -19,6 +19,12 @@ STEPS = {
     "rtn": [{"rtn": {"bits": 4, "group_size": 32}}],
     "gptq": [{"gptq": {"bits": 4, "group_size": 32}}],
     "chain": [{"untie": {}}, {"gptq": {"bits": 3, "group_size": 32}}],
+    "surgery": [
+        {"fold_norms": {}},
+        {"layers": {"drop_least": 1}},
+        {"permute": {"heads": "importance", "neurons": "random"}},
+        {"cast": {"dtype": "float16"}},
+    ],
 }
 
 
@@ -87,7 +93,9 @@ def killed_after(home: Path, kind: str, directory: Path, unit: str) -> None:
     assert units(directory)[-1] == unit
 
 
-@pytest.mark.parametrize(("kind", "seed"), [("rtn", 0), ("gptq", 1), ("gptq", 2), ("chain", 3), ("chain", 4)])
+@pytest.mark.parametrize(
+    ("kind", "seed"), [("rtn", 0), ("gptq", 1), ("gptq", 2), ("chain", 3), ("chain", 4), ("surgery", 5)]
+)
 def test_j1_killed_at_random_moments_and_resumed_gives_the_same_bytes(home, tmp_path, uninterrupted, kind, seed):
     expected, events = uninterrupted(kind)
     draw = random.Random(f"{kind} {seed}")
@@ -107,6 +115,14 @@ def test_j1_a_chain_killed_in_each_of_its_steps_resumes(home, tmp_path, uninterr
     done = run(home, "chain", tmp_path, "--resume")
     assert done.code == 0, done.err
     assert tiny.contents(tmp_path / "out") == uninterrupted("chain")[0]
+
+
+@pytest.mark.parametrize("unit", ["step-2 settled", "step-2 group 1", "step-3 block 0", "step-4 group 0"])
+def test_j1_what_data_decided_and_tensors_written_one_by_one_resume(home, tmp_path, uninterrupted, unit):
+    killed_after(home, "surgery", tmp_path, unit)
+    done = run(home, "surgery", tmp_path, "--resume")
+    assert done.code == 0, done.err
+    assert tiny.contents(tmp_path / "out") == uninterrupted("surgery")[0]
 
 
 def test_j1_the_installed_command_killed_three_times_while_it_works(home, tmp_path, uninterrupted):
