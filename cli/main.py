@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+
+from . import lora
+from .messages import messages as _messages
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -19,6 +19,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Operate on Hugging Face LLM checkpoints; every tensor accounted for, every number with its error bar.",
 )
+app.add_typer(lora.app, name="lora")
 
 
 class DeviceName(StrEnum):
@@ -230,52 +231,6 @@ def _show(content: dict[str, Any], as_json: bool, printer: Callable[[dict[str, A
 
 
 _RESUME = "; --resume goes on with what is done"
-
-
-class _Terminated(BaseException):
-    """SIGTERM, which ends a command as Ctrl-C does: with a message, and with nothing half done."""
-
-
-@contextmanager
-def _messages(advice: str = "") -> Iterator[None]:
-    """Users' mistakes end in one sentence and exit code 1; an interrupt says how to go on (`advice`)."""
-    from ..checkpoint.errors import SutureError
-
-    _quiet_libraries()
-    signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield
-    except SutureError as error:
-        raise _end(str(error), 1) from None
-    except BrokenPipeError:  # `suture ... | head`: typer ends it quietly
-        raise
-    except OSError as error:
-        where = f"{error.filename}: " if error.filename is not None else ""
-        raise _end(f"{where}{error.strerror or error}", 1) from None
-    except KeyboardInterrupt:
-        raise _end(f"interrupted{advice}", 128 + signal.SIGINT) from None
-    except _Terminated:
-        raise _end(f"terminated{advice}", 128 + signal.SIGTERM) from None
-
-
-def _terminate(number: int, frame: object) -> None:
-    raise _Terminated
-
-
-def _end(message: str, code: int) -> typer.Exit:
-    """Say one line on stderr; the exception that ends the command."""
-    print(f"suture: {' '.join(message.split())}", file=sys.stderr)
-    return typer.Exit(code)
-
-
-def _quiet_libraries() -> None:
-    """Progress bars and advice of libraries would drown what suture says."""
-    import os
-
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
-    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def main() -> None:

@@ -111,6 +111,40 @@ def print_inspection(facts: dict[str, Any]) -> None:
     _warn(facts["notes"])
 
 
+def print_adapter(facts: dict[str, Any]) -> None:
+    rows = [
+        ("adapter", facts["adapter"]),
+        ("kind", ", ".join(facts["kind"])),
+        ("trained on", str(facts["trained_on"])),
+        ("rank, alpha", f"{facts['r']}, {facts['alpha']:g}"),
+        ("modules", f"{facts['low_rank_modules']} low-rank ({', '.join(facts['targets'])})"),
+        ("parameters", f"{facts['parameters']:,} ({megabytes(facts['bytes'])})"),
+        (
+            "training",
+            f"{megabytes(16 * facts['parameters'])} for weights, gradients and Adam in float32, beside the base",
+        ),
+    ]
+    if facts["other_parts"]:
+        rows.append(
+            ("other parts", ", ".join(f"{path} ({', '.join(kinds)})" for path, kinds in facts["other_parts"].items()))
+        )
+    if facts.get("relative_delta") is not None:
+        rows.append(
+            ("size", f"{100 * facts['relative_delta']:.3g} % of the weights that it changes in {facts['base']}")
+        )
+    _pairs("adapter", rows)
+    table = Table(title="modules")
+    shown = ("r", "scale", "norm", "relative", "largest_singular_value", "effective_rank")
+    columns = [key for key in shown if any(key in module for module in facts["modules"].values())]
+    for heading in ("module", *(key.replace("_", " ") for key in columns)):
+        table.add_column(heading)
+    for path, module in facts["modules"].items():
+        table.add_row(path, *(f"{module[key]:g}" if key in module else "" for key in columns))
+    _console().print(table)
+    _warn(["every lora_B is zero: it changes nothing"] if facts["changes_nothing"] else [])
+    _warn(facts["notes"])
+
+
 def _warn(warnings: Any) -> None:
     console = _console()
     for warning in warnings:

@@ -164,6 +164,7 @@ def reduce(L: Tensor, R: Tensor, rank: int) -> tuple[Tensor, Tensor, float]:
 
 def effective_rank(values: Tensor) -> float:
     """exp of the entropy of the singular values' shares (Roy & Vetterli 2007): r when all are equal, 1 when one rules."""
+    values = values.double()
     total = values.sum()
     if float(total) == 0:
         return 0.0

@@ -28,6 +28,9 @@ class MergeSettings(_Strict):
     expert_layout: Literal["peft", "expert-major"] = Field(
         "peft", description="order of lora_B's columns for experts in one parameter; nothing in the file tells it"
     )
+    check_base: bool = Field(
+        True, description="refuse a model other than the one whose fingerprint suture stored in the adapter"
+    )
     tokenizer: Literal["auto", "base", "adapter"] = Field(
         "auto", description="whose tokenizer files the output gets; auto: the adapter's when the vocabulary grew"
     )

@@ -24,11 +24,12 @@ from ..calibrate.skeleton import Skeleton, finite, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import Account, to_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.source import TensorSource
+from ..checkpoint.source import PlannedSource, TensorSource
 from ..checkpoint.staging import write_whole
 from ..checkpoint.writer import ShardWriter, TensorSpec
-from ..lora.adapter import TOKENIZER_FILES, Adapter, open_adapter
+from ..lora.adapter import FINGERPRINT, TOKENIZER_FILES, Adapter, open_adapter
 from ..lora.arrange import Arrangement, arrange
+from ..lora.compose import fingerprint
 from ..lora.delta import Rounding, effective_rank, singular_values
 from ..lora.match import Weighted
 from ..lora.merge import Live, Piece, hooked, merge_tensor, pieces_by_tensor
@@ -66,6 +67,8 @@ def prepare(source: TensorSource, settings: MergeSettings) -> MergePlan:
         head_name=head_to_add,
         untied_config=untied_config,
     )
+    if settings.check_base and not isinstance(settings, Rehearsal):
+        _check_fingerprints(source, adapters)
     layout, arranged, shapes = arrangement.layout, arrangement.arranged, arrangement.shapes
     pieces = pieces_by_tensor(arrangement.changes, layout)
     for name in pieces:
@@ -101,6 +104,20 @@ def _read_all(adapters: Sequence[Weighted]) -> None:
     for weighted in adapters:
         for key in weighted.adapter.tensors:
             weighted.adapter.read(key)
+
+
+def _check_fingerprints(source: TensorSource, adapters: Sequence[Weighted]) -> None:
+    """Adapters that suture wrote know their base; a model that an earlier step has yet to make cannot be compared."""
+    stored = {weighted.adapter.source: weighted.adapter.metadata.get(FINGERPRINT) for weighted in adapters}
+    if isinstance(source, PlannedSource) or not any(stored.values()):
+        return
+    found = fingerprint(source, open_skeleton(source).layout)
+    for name, wanted in stored.items():
+        if wanted is not None and wanted != found:
+            raise SutureError(
+                f"{name}: was made for another base than {source.source}: their fingerprints differ",
+                "give that base, or set check_base: false if this one stands for it (another dtype, its quantized copy)",
+            )
 
 
 def _base_notes(source: TensorSource, adapters: Sequence[Weighted]) -> list[str]:
