@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-_PANEL = 192  # columns per panel of the symmetric product: only the upper panels are computed
+_PANEL = 256  # columns per panel of the symmetric product: only the upper panels are computed
 
 
 @dataclass
@@ -43,5 +43,6 @@ class SecondMoment:
 
     def hessian(self) -> Tensor:
         """H [in, in], symmetric; zeros when no token was seen."""
-        upper = self.total.triu()
-        return (upper + upper.triu(1).T) / max(self.tokens, 1)
+        whole = self.total.triu()
+        whole.add_(self.total.triu(1).T)
+        return whole.div_(max(self.tokens, 1))

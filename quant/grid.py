@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from .scheme import Quantized, Scheme, quantize_to_grid
+from .scheme import Quantized, Scheme
 
 _CHUNK = 1 << 16  # weights handled at once: the search passes over them many times and stays in the CPU's cache
 
@@ -89,9 +89,14 @@ def _cheapest(w: Tensor, scales: Tensor, zeros: Tensor | None, scheme: Scheme, h
     if len(scales) == 1:
         return torch.zeros_like(scales, dtype=torch.int64)
     costs = torch.empty_like(scales)
+    exact, rounded = torch.empty_like(w), torch.empty_like(w)
+    low = -scheme.middle if zeros is None else 0
     for i, scale in enumerate(scales):
-        zero = scheme.middle if zeros is None else zeros[i]
-        difference = quantize_to_grid(w, scale, zero, scheme.levels).sub_(zero).mul_(scale).sub_(w)
-        weighted = difference if h is None else difference.mul_(h)
-        costs[i] = torch.linalg.vector_norm(weighted, dim=2, keepdim=True)
+        torch.mul(w, 1 / scale, out=exact)  # in units of the scale, where the error is that of rounding to an integer
+        if zeros is not None:
+            exact.add_(zeros[i])
+        torch.round(exact, out=rounded).clamp_(low, low + scheme.levels).sub_(exact)
+        if h is not None:
+            rounded.mul_(h)
+        torch.mul(torch.linalg.vector_norm(rounded, dim=2, keepdim=True), scale, out=costs[i])
     return costs.argmin(0, keepdim=True)
