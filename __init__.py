@@ -3,6 +3,7 @@
 import suture
 run = suture.run("recipes/quickstart.yaml")
 run = suture.quantize("builtin:tiny", "out", method="gptq", bits=4, group_size=64, calibration="builtin:novels")
+run = suture.apply("builtin:tiny", "out", {"untie": {}, "rtn": {"bits": 4, "group_size": 64}})
 report = suture.compare("builtin:tiny", "out", data="builtin:holmes")
 checkpoint = suture.open_checkpoint("builtin:tiny")
 """
@@ -14,17 +15,28 @@ from typing import Any as _Any
 
 if _TYPE_CHECKING:
     from .checkpoint import Checkpoint, SutureError, open_checkpoint
-    from .pipeline.api import compare, quantize, run
+    from .pipeline.api import apply, compare, quantize, run
     from .pipeline.recipe import Recipe
 
 __version__ = _version("suture")
-__all__ = ["Checkpoint", "Recipe", "SutureError", "__version__", "compare", "open_checkpoint", "quantize", "run"]
+__all__ = [
+    "Checkpoint",
+    "Recipe",
+    "SutureError",
+    "__version__",
+    "apply",
+    "compare",
+    "open_checkpoint",
+    "quantize",
+    "run",
+]
 
 # Imported when first used, so that `import suture` and `suture --help` do not wait for torch.
 _HOME = {
     "Checkpoint": "checkpoint",
     "SutureError": "checkpoint",
     "open_checkpoint": "checkpoint",
+    "apply": "pipeline.api",
     "compare": "pipeline.api",
     "quantize": "pipeline.api",
     "run": "pipeline.api",

@@ -30,13 +30,6 @@ class DeviceName(StrEnum):
     cuda = "cuda"
 
 
-class Method(StrEnum):
-    """The steps that quantize."""
-
-    gptq = "gptq"
-    rtn = "rtn"
-
-
 class Protocol(StrEnum):
     """How text is cut into windows."""
 
@@ -85,21 +78,31 @@ def plan(
         _show(describe(make_plan(loaded, device, overwrite=True)), as_json, print_plan)
 
 
+Calibration = Annotated[str | None, typer.Option(help="Text for steps that need it: builtin:novels, or a file.")]
+Samples = Annotated[int, typer.Option(help="calibration sequences")]
+Length = Annotated[int, typer.Option(help="tokens per calibration sequence")]
+Seed = Annotated[int, typer.Option(help="which pieces of the calibration text are taken")]
+HeldOut = Annotated[str | None, typer.Option("--report", help="Held-out text to score base and output on.")]
+Show = Annotated[bool, typer.Option("--show-recipe", help="Print the recipe that does the same, and stop.")]
+
+
 @app.command()
 def quantize(
     model: Annotated[str, typer.Argument(help="directory, hub id, or builtin:tiny")],
     output: Annotated[Path, typer.Argument(help="directory to write")],
-    method: Annotated[Method, typer.Option(help="How to round; gptq needs --calibration.")] = Method.gptq,
-    bits: Annotated[int, typer.Option(help="bits per weight", min=2, max=8)] = 4,
-    group_size: Annotated[int, typer.Option(help="inputs per scale; -1: one scale per channel")] = 128,
+    method: Annotated[str, typer.Option(help="How to round: a step that `suture steps` lists as rounding.")] = "gptq",
+    bits: Annotated[int | None, typer.Option(help="bits per weight, for methods that have them [4]")] = None,
+    group_size: Annotated[int | None, typer.Option(help="inputs per scale; -1: one per channel [128]")] = None,
     asymmetric: Annotated[bool, typer.Option("--asymmetric", help="With zero points.")] = False,
     targets: Annotated[list[str] | None, typer.Option(help="Layers to quantize; may be given again.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="Layers to leave; may be given again.")] = None,
-    calibration: Annotated[str | None, typer.Option(help="Text for gptq: builtin:novels, or a file.")] = None,
-    samples: Annotated[int, typer.Option(help="calibration sequences")] = 128,
-    length: Annotated[int, typer.Option(help="tokens per calibration sequence")] = 512,
-    seed: Annotated[int, typer.Option(help="which pieces of the calibration text are taken")] = 0,
-    report: Annotated[str | None, typer.Option(help="Held-out text to score base and output on.")] = None,
+    set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any key of the step.")] = None,
+    calibration: Calibration = None,
+    samples: Samples = 128,
+    length: Length = 512,
+    seed: Seed = 0,
+    report: HeldOut = None,
+    show_recipe: Show = False,
     resume: Resume = False,
     overwrite: Overwrite = False,
     device: Device = DeviceName.auto,
@@ -107,17 +110,57 @@ def quantize(
 ) -> None:
     """Quantize a model in one step."""
     with _messages(_RESUME):
-        from ..pipeline.recipe import make_recipe
+        from ..pipeline.recipe import parse_values
 
-        settings: dict[str, Any] = {"bits": bits, "group_size": group_size, "symmetric": not asymmetric}
-        settings |= {key: value for key, value in (("targets", targets), ("ignore", ignore)) if value}
-        content: dict[str, Any] = {"model": model, "output": str(output), "steps": [{method.value: settings}]}
-        content["download"] = download
-        if calibration is not None:
-            content["calibration"] = {"data": calibration, "samples": samples, "length": length, "seed": seed}
-        if report is not None:
-            content["report"] = {"data": report}
-        _run(make_recipe(content), device, overwrite, resume)
+        given = {"bits": bits, "group_size": group_size, "symmetric": False if asymmetric else None}
+        given |= {"targets": targets or None, "ignore": ignore or None}
+        settings = {key: value for key, value in given.items() if value is not None}
+        settings |= parse_values(_pairs(set_, "bits=3"))
+        _check_rounds(method)
+        text = _text(calibration, samples, length, seed, report)
+        content = {"model": model, "steps": [{method: settings}], "output": str(output), "download": download, **text}
+        _run_content(content, show_recipe, device, overwrite, resume)
+
+
+@app.command()
+def apply(
+    model: Annotated[str, typer.Argument(help="directory, hub id, or builtin:tiny")],
+    output: Annotated[Path, typer.Argument(help="directory to write")],
+    step: Annotated[
+        list[str], typer.Option(metavar="'NAME: {KEY: VALUE}'", help="A step as in a recipe; may be given again.")
+    ],
+    calibration: Calibration = None,
+    samples: Samples = 128,
+    length: Length = 512,
+    seed: Seed = 0,
+    report: HeldOut = None,
+    show_recipe: Show = False,
+    resume: Resume = False,
+    overwrite: Overwrite = False,
+    device: Device = DeviceName.auto,
+    download: Download = False,
+) -> None:
+    """Apply any steps to a model; `suture steps` lists them."""
+    with _messages(_RESUME):
+        from ..pipeline.recipe import parse_step
+
+        text = _text(calibration, samples, length, seed, report)
+        steps = [parse_step(one) for one in step]
+        content = {"model": model, "steps": steps, "output": str(output), "download": download, **text}
+        _run_content(content, show_recipe, device, overwrite, resume)
+
+
+@app.command()
+def steps(
+    name: Annotated[str | None, typer.Argument(help="one step, with its settings")] = None,
+    as_json: Json = False,
+) -> None:
+    """List the steps of recipes, or the settings of one."""
+    with _messages():
+        from ..pipeline.recipe import describe_steps
+        from .tables import print_steps
+
+        _show(describe_steps(name), as_json, print_steps)
 
 
 @app.command()
@@ -200,6 +243,36 @@ def root(
     """Keeps `--version` beside the commands."""
 
 
+def _check_rounds(method: str) -> None:
+    from ..checkpoint.errors import SutureError, did_you_mean
+    from ..pipeline.steps import STEPS
+
+    rounding = [name for name, kind in STEPS.items() if kind.rounds]
+    if method not in rounding:
+        other = "; `suture apply --step` runs it" if method in STEPS else did_you_mean(method, rounding)
+        raise SutureError(f"--method {method}: not a step that quantizes{other}", f"known: {', '.join(rounding)}")
+
+
+def _text(calibration: str | None, samples: int, length: int, seed: int, report: str | None) -> dict[str, Any]:
+    """The recipe's sections of text."""
+    sections: dict[str, Any] = {}
+    if calibration is not None:
+        sections["calibration"] = {"data": calibration, "samples": samples, "length": length, "seed": seed}
+    if report is not None:
+        sections["report"] = {"data": report}
+    return sections
+
+
+def _run_content(content: dict[str, Any], show: bool, device: str, overwrite: bool, resume: bool) -> None:
+    from ..pipeline.recipe import make_recipe
+
+    recipe = make_recipe(content)
+    if show:
+        print(recipe.to_yaml(), end="")
+    else:
+        _run(recipe, device, overwrite, resume)
+
+
 def _run(recipe: Any, device: str, overwrite: bool, resume: bool) -> None:
     from ..pipeline.run import run as run_recipe
     from .console import TerminalProgress
@@ -212,15 +285,20 @@ def _run(recipe: Any, device: str, overwrite: bool, resume: bool) -> None:
 
 
 def _overrides(pairs: list[str] | None, output: Path | None) -> dict[str, str]:
-    overrides: dict[str, str] = {}
-    for pair in pairs or []:
-        key, equals, value = pair.partition("=")
-        if not equals:
-            raise typer.BadParameter(f"{pair}: expected KEY=VALUE, for example --set steps.0.gptq.bits=3")
-        overrides[key] = value
+    overrides = _pairs(pairs, "steps.0.gptq.bits=3")
     if output is not None:
         overrides["output"] = json.dumps(str(output.absolute()))
     return overrides
+
+
+def _pairs(pairs: list[str] | None, example: str) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for pair in pairs or []:
+        key, equals, value = pair.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"{pair}: expected KEY=VALUE, for example --set {example}")
+        found[key] = value
+    return found
 
 
 def _show(content: dict[str, Any], as_json: bool, printer: Callable[[dict[str, Any]], None]) -> None:

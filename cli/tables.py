@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
@@ -48,6 +49,24 @@ def print_plan(plan: dict[str, Any]) -> None:
     ]
     _pairs("plan", rows)
     _warn(plan["warnings"])
+
+
+def print_steps(content: dict[str, Any]) -> None:
+    """The steps, or one step's settings."""
+    if "steps" in content:
+        table = Table(title="steps of a recipe; `suture steps NAME` shows one's settings", title_justify="left")
+        for heading in ("step", "what it does", "calibration text", "rounds"):
+            table.add_column(heading)
+        for name, step in content["steps"].items():
+            table.add_row(name, step["summary"], step["needs_text"], "yes" if step["rounds"] else "")
+    else:
+        table = Table(title=f"{content['step']}: {content['summary']}", title_justify="left")
+        for heading in ("setting", "type", "default", "meaning"):
+            table.add_column(heading)
+        for name, setting in content["settings"].items():
+            default = "required" if setting["required"] else str(setting["default"])
+            table.add_row(name, escape(setting["type"]), escape(default), escape(setting["description"]))
+    _console().print(table)
 
 
 def print_run(run: Run) -> None:

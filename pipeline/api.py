@@ -1,9 +1,9 @@
-"""The three calls that notebooks and scripts need."""
+"""The calls that notebooks and scripts need."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,31 @@ def run(recipe: str | Path | Recipe | Mapping[str, Any], **options: Any) -> Run:
     return _run(recipe, **options)
 
 
+def apply(
+    model: str,
+    output: str | Path,
+    steps: Mapping[str, Any] | Sequence[Mapping[str, Any]],
+    *,
+    calibration: str | Mapping[str, Any] | None = None,
+    report: str | Mapping[str, Any] | None = None,
+    device: str = "auto",
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+) -> Run:
+    """Apply steps to a model: `{name: {settings}}`, in order, or a list of such when one comes twice.
+
+    `calibration` and `report` are text (`builtin:novels`, a file) or a mapping of their recipe keys; there is no hidden
+    default, so a step that needs text says so.
+    """
+    listed = [{name: settings} for name, settings in steps.items()] if isinstance(steps, Mapping) else list(steps)
+    content: dict[str, Any] = {"model": str(model), "steps": listed, "output": str(output)}
+    for key, text in (("calibration", calibration), ("report", report)):
+        if text is not None:
+            content[key] = dict(text) if isinstance(text, Mapping) else {"data": text}
+    return _run(make_recipe(content), device=device, overwrite=overwrite, resume=resume, progress=progress)
+
+
 def quantize(
     model: str,
     output: str | Path,
@@ -47,16 +72,9 @@ def quantize(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Run:
-    """Quantize a model in one step. `settings` are the step's keys (bits, group_size, ...).
-
-    `calibration` and `report` are text (`builtin:novels`, a file) or a mapping of their recipe keys; there is no hidden
-    default, so a method that needs text says so.
-    """
-    content: dict[str, Any] = {"model": str(model), "steps": [{method: settings}], "output": str(output)}
-    for key, text in (("calibration", calibration), ("report", report)):
-        if text is not None:
-            content[key] = dict(text) if isinstance(text, Mapping) else {"data": text}
-    return _run(make_recipe(content), device=device, overwrite=overwrite, resume=resume, progress=progress)
+    """Quantize a model in one step. `settings` are the step's keys (bits, group_size, ...); the rest is as in `apply`."""
+    options: dict[str, Any] = {"device": device, "overwrite": overwrite, "resume": resume, "progress": progress}
+    return apply(model, output, {method: settings}, calibration=calibration, report=report, **options)
 
 
 def compare(

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import io
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..checkpoint.errors import SutureError, did_you_mean
+from .step import StepKind, always, never
 from .steps import STEPS
 
 
@@ -107,6 +109,72 @@ def make_recipe(content: Mapping[str, Any], where: str = "recipe") -> Recipe:
     assert isinstance(recipe, Recipe)
     recipe.resolved_steps()
     return recipe
+
+
+def parse_step(text: str) -> dict[str, Any]:
+    """A step written on a command line: `NAME`, or `NAME: {KEY: VALUE, ...}`. Raises SutureError."""
+    content = _parse_value(text, f"--step {text}")
+    if isinstance(content, str) and content:
+        return {content: {}}
+    if not isinstance(content, Mapping) or len(content) != 1:
+        raise SutureError(f"--step {text}: not one step", "write for example --step 'gptq: {bits: 4, group_size: 64}'")
+    return {name: {} if settings is None else settings for name, settings in content.items()}
+
+
+def parse_values(pairs: Mapping[str, str]) -> dict[str, Any]:
+    """Settings of one step from a command line's KEY=VALUE, the values YAML."""
+    return {key: _parse_value(text, f"--set {key}") for key, text in pairs.items()}
+
+
+def _parse_value(text: str, where: str) -> Any:
+    """Any YAML value, a mapping or not."""
+    indented = "\n  ".join(text.splitlines())
+    return _plain(_parse(f"value:\n  {indented}".encode(), where)["value"])
+
+
+def describe_steps(name: str | None = None) -> dict[str, Any]:
+    """Every step with its summary, or one with its settings, as plain data. Raises SutureError for an unknown name."""
+    if name is None:
+        return {
+            "steps": {
+                key: {"summary": kind.summary, "rounds": kind.rounds, "needs_text": _needs_text(kind)}
+                for key, kind in STEPS.items()
+            }
+        }
+    if name not in STEPS:
+        raise SutureError(f"{name}: unknown step{did_you_mean(name, STEPS)}", f"known: {', '.join(STEPS)}")
+    kind = STEPS[name]
+    return {"step": name, "summary": kind.summary, "settings": _describe_settings(kind.settings)}
+
+
+def _needs_text(kind: StepKind) -> str:
+    """always, never, or by settings."""
+    return "always" if kind.needs_text is always else "never" if kind.needs_text is never else "by settings"
+
+
+def _describe_settings(model: type[BaseModel]) -> dict[str, Any]:
+    """Per setting: its type, default and description."""
+    described = {}
+    for key, entry in model.model_fields.items():
+        kind = entry.annotation
+        shown = kind.__name__ if isinstance(kind, type) and not get_args(kind) else _type_text(str(kind))
+        required = entry.is_required()
+        default = None if required else entry.get_default(call_default_factory=True)
+        if isinstance(default, BaseModel):
+            default = default.model_dump()
+        described[key] = {
+            "type": shown,
+            "required": required,
+            "default": default,
+            "description": entry.description or "",
+        }
+    return described
+
+
+def _type_text(text: str) -> str:
+    for noise in ("typing.", "types.", "<class '", "'>"):
+        text = text.replace(noise, "")
+    return re.sub(r"\b(?:\w+\.)+(\w+)", r"\1", text)  # a class without its module
 
 
 def load_recipe(path: Path, overrides: Mapping[str, str] | None = None) -> Recipe:

@@ -57,12 +57,15 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: t for path in sorted(directory.glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
+COMMANDS = ("run", "plan", "quantize", "apply", "steps", "report", "inspect", "check")
+
+
 # -- start -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "args",
-    [["--version"], ["--help"], *([c, "--help"] for c in ("run", "plan", "quantize", "report", "inspect", "check"))],
+    [["--version"], ["--help"], *([c, "--help"] for c in COMMANDS)],
 )
 def test_i6_help_and_version_need_no_torch_no_gpu_and_no_network(tmp_path, args):
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "http_proxy": "http://127.0.0.1:9", "HOME": str(tmp_path)}
@@ -79,7 +82,7 @@ def test_every_command_is_in_the_help():
     from suture.cli.main import app
 
     names = {command.name or command.callback.__name__ for command in app.registered_commands}
-    assert names == {"run", "plan", "quantize", "report", "inspect", "check"}
+    assert names == set(COMMANDS)
 
 
 def test_the_package_runs_as_a_module(tmp_path):
@@ -95,7 +98,6 @@ USAGE = {
     "no command's argument": (["run"], "Missing argument 'recipe'"),
     "unknown command": (["frobnicate"], "No such command 'frobnicate'"),
     "unknown option": (["run", "r.yaml", "--bogus"], "No such option: --bogus"),
-    "unknown method": (["quantize", "m", "o", "--method", "awqq"], "'awqq' is not one of 'gptq', 'rtn'"),
     "unknown device": (["run", "r.yaml", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu'"),
     "unknown protocol": (["report", "a", "b", "--data", "d", "--protocol", "x"], "'x' is not one of 'doc-rolling'"),
     "bits out of range": (["quantize", "m", "o", "--bits", "9"], "less than or equal to 8"),
@@ -461,6 +463,54 @@ def test_quantize_is_the_recipe_of_one_step(home):
     assert run(home, GPTQ, output="out2").code == 0
     one, two = tensors_of(home / "out"), tensors_of(home / "out2")
     assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+
+
+def test_apply_runs_any_steps_and_shows_the_recipe_that_does_the_same(home):
+    steps = ["--step", "untie", "--step", "rtn: {bits: 3, group_size: 32, targets: [q_proj]}"]
+    untied = warm.suture("apply", "model", "out", *steps, cwd=home)
+    assert untied.code == 1 and "this model's head is not tied" in untied.messages[0]
+    done = warm.suture("apply", "model", "out", *steps[2:], cwd=home)
+    assert done.code == 0, done.err
+    shown = warm.suture("apply", "model", "out2", *steps[2:], "--show-recipe", cwd=home)
+    (home / "shown.yaml").write_text(shown.out)
+    assert warm.suture("run", "shown.yaml", cwd=home).code == 0
+    one, two = tensors_of(home / "out"), tensors_of(home / "out2")
+    assert one.keys() == two.keys() and all(torch.equal(one[name], two[name]) for name in one)
+    assert sum(name.endswith("q_proj.weight_packed") for name in one) == 3
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["quantize", "model", "out", "--method", "gtpq"], "not a step that quantizes (did you mean 'gptq'?)"),
+        (["quantize", "model", "out", "--method", "untie"], "`suture apply --step` runs it"),
+        (
+            ["quantize", "model", "out", "--method", "rtn", "--set", "bit=3"],
+            "rtn.bit: unknown key (did you mean 'bits'?)",
+        ),
+        (["apply", "model", "out", "--step", "rtn: {bit: 3}"], "rtn.bit: unknown key (did you mean 'bits'?)"),
+        (["apply", "model", "out", "--step", "rtm"], "unknown step 'rtm' (did you mean 'rtn'?)"),
+        (["apply", "model", "out", "--step", "rtn: 3"], "expected settings"),
+        (["apply", "model", "out", "--step", "{rtn: {}, gptq: {}}"], "not one step"),
+        (["apply", "model", "out", "--step", "rtn: {bits: 4"], "--step rtn: {bits: 4"),
+        (["steps", "gtpq"], "unknown step (did you mean 'gptq'?)"),
+    ],
+)
+def test_i3_wrong_steps_on_the_command_line(home, args, message):
+    done = warm.suture(*args, cwd=home)
+    assert done.code == 1 and message in done.messages[0] and not (home / "out").exists()
+
+
+def test_steps_lists_every_step_and_every_setting(home):
+    from suture.pipeline.steps import STEPS
+
+    listed = json.loads(warm.suture("steps", "--json", cwd=home).out)["steps"]
+    assert set(listed) == set(STEPS) and listed["gptq"]["needs_text"] == "always"
+    shown = json.loads(warm.suture("steps", "gptq", "--json", cwd=home).out)["settings"]
+    assert set(shown) == set(STEPS["gptq"].settings.model_fields) and shown["bits"]["default"] == 4
+    assert all(setting["description"] for setting in shown.values())
+    table = warm.suture("steps", cwd=home).out
+    assert all(name in table for name in STEPS)
 
 
 # -- plan, inspect, report ---------------------------------------------------------------------------------------------

@@ -463,8 +463,7 @@ def test_command_line_defaults_are_the_recipes_defaults(tmp_path, recipes_of):
         assert same(from_command, from_call)
 
 
-def test_the_command_lines_methods_and_protocols_are_those_of_recipes():
-    assert {str(method) for method in cli.Method} == {name for name, kind in STEPS.items() if kind.rounds}
+def test_the_command_lines_protocols_are_those_of_recipes():
     protocol = ReportSettings.model_fields["protocol"].annotation
     assert {str(name) for name in cli.Protocol} == set(protocol.__args__)
 
