@@ -100,11 +100,25 @@ def print_run(run: Run) -> None:
             f"{verification['of_blocks']} blocks; logits differ by at most {verification['max_difference']}",
         ),
     ]
-    _pairs("run", rows)
+    _pairs("run", [*rows, *_receipts(run)])
     _warn(run.plan.warnings)
     _warn(note for receipt in run.manifest["receipts"] for note in receipt.get("notes", ()))
     _warn([verification["note"]] if "note" in verification else [])
     _warn([f"fallback: {name}: {reason}" for name, reason in run.fallbacks.items()])
+
+
+def _receipts(run: Run) -> list[tuple[str, str]]:
+    """Step -> what it proved or measured of itself, the single figures; lists and tables are in the manifest."""
+    rows = []
+    for receipt in run.manifest["receipts"]:
+        figures = [
+            (key if value is True else f"not {key}" if value is False else f"{key.replace('_', ' ')} {value}")
+            for key, value in receipt.items()
+            if key != "step" and isinstance(value, bool | int | float)
+        ]
+        if figures:
+            rows.append((f"{receipt['step']} receipt", ", ".join(figures)))
+    return rows
 
 
 def print_inspection(facts: dict[str, Any]) -> None:

@@ -371,3 +371,14 @@ def test_b8_fusing_and_unfusing_are_each_others_inverse(apply, tmp_path, name, c
 def test_b6_b8_what_no_stock_class_reads_is_refused_with_the_reason(apply, name, step, message):
     with pytest.raises(SutureError, match=message):
         apply(name, {step: {}})
+
+
+def test_b3_neox_with_its_old_keys_stretches_too(apply, tmp_path):
+    """rotary_pct and rotary_emb_base, as published, stay beside rope_parameters and must not win over it."""
+    model = make("NX", tmp_path / "m", "float32")
+    edit(model, rope_parameters=None, rotary_pct=0.25, rotary_emb_base=10000)
+    source, done = apply("NX", {"rope_scaling": {"type": "ntk", "factor": 4.0}}, model=model)
+    rotary = stock(done.output).gpt_neox.rotary_emb
+    wanted = frequencies(10000.0, 4, 128, RopeScalingSettings(type="ntk", factor=4.0))
+    assert torch.allclose(rotary.inv_freq.double(), wanted, rtol=1e-5)
+    assert float((logits(source) - logits(done.output)).abs().max()) > 1e-3
