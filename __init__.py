@@ -15,7 +15,7 @@ from typing import Any as _Any
 
 if _TYPE_CHECKING:
     from .checkpoint import Checkpoint, SutureError, open_checkpoint
-    from .pipeline.api import apply, compare, quantize, run
+    from .pipeline.api import apply, compare, compare_all, quantize, run
     from .pipeline.recipe import Recipe
 
 __version__ = _version("suture")
@@ -26,6 +26,7 @@ __all__ = [
     "__version__",
     "apply",
     "compare",
+    "compare_all",
     "open_checkpoint",
     "quantize",
     "run",
@@ -38,6 +39,7 @@ _HOME = {
     "open_checkpoint": "checkpoint",
     "apply": "pipeline.api",
     "compare": "pipeline.api",
+    "compare_all": "pipeline.api",
     "quantize": "pipeline.api",
     "run": "pipeline.api",
     "Recipe": "pipeline.recipe",

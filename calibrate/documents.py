@@ -17,10 +17,12 @@ integers (token ids; an `attention_mask` beside `input_ids` removes padding). Em
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 import itertools
 import json
 import re
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -115,23 +117,47 @@ def read_documents(spec: DataSpec) -> Documents:
     Raises SutureError: no such source, bytes that are not UTF-8, a broken JSON line (file:line), an unknown column, a
     value of another kind than the first one, a `split` that matches nothing, a failed download, no documents at all.
     """
-    if spec.data.startswith("builtin:"):
-        table = _builtin(spec.data)
-    elif spec.data.startswith("hf:"):
-        table = _hub(spec.data, streaming=spec.max_documents is not None)
-    else:
-        path = _existing(spec.data)
-        if path.is_dir():
-            table = _saved(path)
-        elif path.suffix.lower() in {".jsonl", ".json", ".ndjson"}:
-            table = _json(path.read_bytes(), str(path), may_be_list=path.suffix.lower() == ".json")
-        elif path.suffix.lower() in {".parquet", ".pq"}:
-            table = _parquet(path)
-        else:
-            return _text_file(path, spec)
+    table = _table(spec.data, streaming=spec.max_documents is not None)
+    if table is None:
+        return _text_file(Path(spec.data), spec)
     if spec.split is not None:
         raise SutureError(f"split is set, but {table.name} is a table", "split is for text files; leave it out")
     return _from_table(table, spec)
+
+
+def read_rows(data: str) -> list[Mapping[str, Any]]:
+    """Whole rows of a table, in the forms that `read_documents` reads; `.gz` after a JSON name too.
+
+    Raises SutureError as `read_documents`; and for a text file, which has no rows.
+    """
+    table = _table(data, streaming=False)
+    if table is None:
+        raise SutureError(f"{data} is a text file", "give a table: .jsonl, .jsonl.gz, .json, .parquet, or hf:...")
+    return [row for _, row in table.read(table.columns)]
+
+
+def _table(data: str, *, streaming: bool) -> _Table | None:
+    """The table that `data` names; None for a text file."""
+    if data.startswith("builtin:"):
+        return _builtin(data)
+    if data.startswith("hf:"):
+        return _hub(data, streaming=streaming)
+    path = _existing(data)
+    if path.is_dir():
+        return _saved(path)
+    packed = path.suffix.lower() == ".gz"
+    suffix = path.with_suffix("").suffix.lower() if packed else path.suffix.lower()
+    if suffix in {".jsonl", ".json", ".ndjson"}:
+        content = _unpacked(path) if packed else path.read_bytes()
+        return _json(content, str(path), may_be_list=suffix == ".json")
+    return _parquet(path) if suffix in {".parquet", ".pq"} else None
+
+
+def _unpacked(path: Path) -> bytes:
+    try:
+        return gzip.decompress(path.read_bytes())
+    except (OSError, EOFError, zlib.error) as error:
+        raise SutureError(f"{path} is not a readable gzip file: {_first_line(error)}", "write it again") from error
 
 
 def _existing(data: str) -> Path:

@@ -35,6 +35,8 @@ class Protocol(StrEnum):
 
     doc_rolling = "doc-rolling"
     gptq_2048 = "gptq-2048"
+    llamacpp_512 = "llamacpp-512"
+    lm_eval = "lm-eval"
 
 
 Device = Annotated[DeviceName, typer.Option(help="Where to compute; auto: CUDA when it is there.")]
@@ -168,35 +170,38 @@ def report(
     base: Annotated[str, typer.Argument(help="the model to compare with")],
     candidates: Annotated[list[str], typer.Argument(help="one or more models to score against it")],
     data: Annotated[str, typer.Option(help="held-out text: builtin:holmes, a file, hf:NAME:SPLIT")],
-    output: Annotated[Path | None, typer.Option(help="directory for report.json and report.md")] = None,
+    output: Annotated[Path | None, typer.Option(help="directory for report.json, report.html and report.md")] = None,
     protocol: Annotated[Protocol, typer.Option(help="How text is cut into windows.")] = Protocol.doc_rolling,
     window: Annotated[int | None, typer.Option(help="tokens per window")] = None,
     max_windows: Annotated[int | None, typer.Option(help="score only so many windows")] = None,
     split: Annotated[str | None, typer.Option(help="regular expression that begins a document")] = None,
     column: Annotated[str | None, typer.Option(help="column of the text")] = None,
+    also: Annotated[list[str] | None, typer.Option(help="more texts, each a row; may be given again")] = None,
+    task: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=FILE", help="a task by log-likelihood; may be given again")
+    ] = None,
+    margin: Annotated[float, typer.Option(help="perplexity ratio less 1 that counts as equivalent")] = 0.02,
+    no_fidelity: Annotated[bool, typer.Option("--no-fidelity", help="Perplexity only, without KL divergence.")] = False,
+    latency: Annotated[
+        bool, typer.Option("--latency", help="Also time both models, interleaved; writes latency.json.")
+    ] = False,
     device: Device = DeviceName.auto,
     as_json: Json = False,
 ) -> None:
     """Score models against a base on identical tokens, with paired intervals."""
     with _messages():
-        from ..pipeline.api import compare
+        from ..pipeline.api import compare, compare_all
         from .console import TerminalProgress
 
-        settings = {"protocol": protocol.value, "window": window, "max_windows": max_windows, "split": split}
-        for number, candidate in enumerate(candidates):
-            target = (
-                output if output is None or len(candidates) == 1 else output / f"{number + 1}-{Path(candidate).name}"
-            )
-            compared = compare(
-                base,
-                candidate,
-                data,
-                output=target,
-                device=device,
-                progress=TerminalProgress(),
-                column=column,
-                **settings,
-            )
+        settings: dict[str, Any] = {"protocol": protocol.value, "window": window, "max_windows": max_windows}
+        settings |= {"split": split, "column": column, "margin": margin, "fidelity": not no_fidelity}
+        settings |= {"sets": [{"data": text} for text in also or []], "tasks": [_task(pair) for pair in task or []]}
+        common: dict[str, Any] = {"output": output, "device": device, "progress": TerminalProgress()}
+        if len(candidates) == 1:
+            found = [compare(base, candidates[0], data, latency=latency, **common, **settings)]
+        else:
+            found = list(compare_all(base, candidates, data, latency=latency, **common, **settings).reports.values())
+        for compared in found:
             print(json.dumps(compared.content, indent=1) if as_json else compared.to_markdown())
 
 
@@ -271,6 +276,13 @@ def _run_content(content: dict[str, Any], show: bool, device: str, overwrite: bo
         print(recipe.to_yaml(), end="")
     else:
         _run(recipe, device, overwrite, resume)
+
+
+def _task(pair: str) -> dict[str, str]:
+    name, equals, file = pair.partition("=")
+    if not equals:
+        raise typer.BadParameter(f"{pair}: expected NAME=FILE, for example --task piqa=piqa.jsonl")
+    return {"name": name, "data": file}
 
 
 def _run(recipe: Any, device: str, overwrite: bool, resume: bool) -> None:

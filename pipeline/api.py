@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from ..calibrate.skeleton import open_skeleton
 from ..checkpoint.errors import SutureError
-from ..checkpoint.manifest import MANIFEST, read_manifest
+from ..checkpoint.manifest import MANIFEST, read_manifest, to_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..checkpoint.staging import write_whole
 from ..quant.decode import dense_view
-from ..report.document import Report, make_report, write_report
-from ..report.score import score
+from ..report.document import SCHEMA_VERSION, Report, framed, make_report, write_report
+from ..report.page import render
+from .costs import cost_of
 from .plan import choose_device
 from .progress import Progress, Silent
 from .recipe import Recipe, ReportSettings, load_recipe, make_recipe
 from .run import Run
 from .run import run as _run
+from .scoring import score_set
+from .task_runs import plan_tasks, run_tasks
 from .texts import Evaluation, TextModel, evaluation_text, text_model
+from .timing import time_models
 
 
 def run(recipe: str | Path | Recipe | Mapping[str, Any], **options: Any) -> Run:
@@ -85,12 +91,14 @@ def compare(
     output: str | Path | None = None,
     device: str = "auto",
     progress: Progress | None = None,
+    latency: bool = False,
     **settings: Any,
 ) -> Report:
     """Score two checkpoints on identical tokens. `settings` are the keys of a recipe's `report`.
 
     The base's tokenizer is used for both; models of different vocabularies are refused. With `output`, the report's
-    files are written there.
+    files are written there. `latency`: both are also loaded by transformers and timed, interleaved; the figures, which
+    no second run repeats, go to latency.json and to the page, never into report.json.
     """
     progress = progress or Silent()
     wanted = make_recipe(
@@ -110,43 +118,107 @@ def compare(
         )
     contexts = [getattr(skeleton.hf_config, "max_position_embeddings", None) for skeleton in skeletons.values()]
     text = text_model(checkpoints["base"], rows["base"], min((n for n in contexts if n is not None), default=None))
-    evaluation = evaluation_text(wanted, text)
-    _same_tokens(checkpoints["candidate"], text, wanted, evaluation)
-    nll = {
-        name: score(skeleton, evaluation.windows, progress.track, f"score {name}")
-        for name, skeleton in skeletons.items()
-    }
+    evaluations = [evaluation_text(one, text) for one in wanted.all_sets()]
+    _same_tokens(checkpoints["candidate"], text, wanted, evaluations)
+    tasks = plan_tasks(wanted.tasks, text)
     record = _manifest(checkpoints["candidate"])
     calibration = record.get("calibration")
     report = make_report(
         base=checkpoints["base"],
         candidate=checkpoints["candidate"],
-        windows=evaluation.windows,
-        nll=nll,
-        protocol=evaluation.describe() | {"dtype": "float32"},
+        sets=[
+            score_set(
+                evaluation,
+                skeletons["base"],
+                skeletons["candidate"],
+                progress.track,
+                fidelity=wanted.fidelity,
+                level=wanted.level,
+            )
+            for evaluation in evaluations
+        ],
         level=wanted.level,
-        warnings=_same_text(calibration, evaluation),
+        margin=wanted.margin,
+        tasks=run_tasks(tasks, skeletons["base"], skeletons["candidate"], progress.track, level=wanted.level),
+        cost=cost_of(checkpoints["base"], checkpoints["candidate"], wanted.gpus),
+        warnings=[note for evaluation in evaluations for note in _same_text(calibration, evaluation)],
         calibration=calibration,
         modules=record.get("modules", {}),
         steps=[("compare", {"candidate": checkpoints["candidate"].source})],
         parameters=sum(math.prod(shape) for shape in skeletons["base"].source.shapes.values()),
     )
+    if latency:
+        progress.say("latency: timing both models in turn")
+        timed = time_models(checkpoints["base"].path, checkpoints["candidate"].path, choose_device(device))
+        report = replace(report, latency=timed)
     if output is not None:
         Path(output).mkdir(parents=True, exist_ok=True)
         write_report(report, Path(output))
     return report
 
 
-def _same_tokens(candidate: Checkpoint, base: TextModel, wanted: ReportSettings, evaluation: Evaluation) -> None:
+@dataclass(frozen=True)
+class Comparison:
+    """Several candidates against one base."""
+
+    reports: dict[str, Report]  # by the candidate's path or name as given
+
+    @property
+    def contents(self) -> list[dict[str, Any]]:
+        return [report.content for report in self.reports.values()]
+
+    def to_html(self) -> str:
+        """One page with all candidates: ratios, bytes against divergence, and each one's own report."""
+        return render(self.contents, [report.latency for report in self.reports.values()])
+
+    def _repr_html_(self) -> str:
+        return framed(self.to_html())
+
+
+def compare_all(
+    base: str | Path,
+    candidates: Sequence[str | Path],
+    data: str,
+    *,
+    output: str | Path | None = None,
+    device: str = "auto",
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Comparison:
+    """`compare` for each candidate on the same tokens. `output` gets one page, and each candidate's files below it."""
+    if not candidates:
+        raise SutureError("no candidate to compare", "give at least one model beside the base")
+    if len({str(candidate) for candidate in candidates}) < len(candidates):
+        raise SutureError("a candidate is given twice", "give each model once")
+    reports = {}
+    for number, candidate in enumerate(candidates):
+        target = None if output is None else Path(output) / f"{number + 1}-{Path(candidate).name}"
+        reports[str(candidate)] = compare(
+            base, candidate, data, output=target, device=device, progress=progress, **settings
+        )
+    comparison = Comparison(reports)
+    if output is not None:
+        content = {"schema_version": SCHEMA_VERSION, "reports": comparison.contents}
+        write_whole(Path(output) / "comparison.json", to_json(content))
+        write_whole(Path(output) / "report.html", comparison.to_html().encode())
+    return comparison
+
+
+def _same_tokens(
+    candidate: Checkpoint, base: TextModel, wanted: ReportSettings, evaluations: Sequence[Evaluation]
+) -> None:
     """Refuse a candidate whose own tokenizer, when it has one, cuts the text into other tokens than the base's."""
     own = text_model(candidate, base.vocabulary, base.max_positions)
-    if own.tokenizer is None or base.tokenizer is None or evaluation.documents.kind == "ids":
+    if own.tokenizer is None or base.tokenizer is None:
         return
-    if evaluation_text(wanted, own).windows.tokens_sha256 != evaluation.windows.tokens_sha256:
-        raise SutureError(
-            f"{candidate.source}: its tokenizer gives other tokens on {evaluation.documents.source} than the base's",
-            "compare models with one tokenizer",
-        )
+    for settings, evaluation in zip(wanted.all_sets(), evaluations, strict=True):
+        if evaluation.documents.kind == "ids":
+            continue
+        if evaluation_text(settings, own).windows.tokens_sha256 != evaluation.windows.tokens_sha256:
+            raise SutureError(
+                f"{candidate.source}: its tokenizer gives other tokens on {evaluation.documents.source} than the base's",
+                "compare models with one tokenizer",
+            )
 
 
 def _manifest(checkpoint: Checkpoint) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from ..checkpoint.writer import ShardPlan, plan_shards
 from .recipe import Recipe
 from .step import Prepared, StepKind, planned_output
 from .steps import STEPS
+from .task_runs import TaskPlan, plan_tasks
 from .texts import Calibration, Evaluation, TextModel, calibration_text, evaluation_text, leakage, text_model
 
 _PROCESS_BYTES = 450 << 20  # Python, torch and transformers themselves
@@ -62,12 +63,17 @@ class Plan:
     steps: tuple[PlannedStep, ...]
     text: TextModel
     calibration: Calibration | None
-    evaluation: Evaluation | None
+    evaluations: tuple[Evaluation, ...]  # the main one first
+    tasks: tuple[TaskPlan, ...]
     device: torch.device
     batch: int
     estimate: Estimate
     warnings: tuple[str, ...]
     verify_blocks: int = 0  # blocks that verification reloads
+
+    @property
+    def evaluation(self) -> Evaluation | None:
+        return self.evaluations[0] if self.evaluations else None
 
     @property
     def output(self) -> Path:
@@ -94,13 +100,15 @@ def make_plan(
     max_positions = getattr(skeleton.hf_config, "max_position_embeddings", None)
     text = text_model(checkpoint, checkpoint.shapes[skeleton.layout.embedding][0], max_positions)
     calibration = calibration_text(recipe.calibration, text) if recipe.calibration and needy else None
-    evaluation = evaluation_text(recipe.report, text) if recipe.report else None
-    _refuse_dropped_tokens(steps, calibration, evaluation)
+    evaluations = tuple(evaluation_text(one, text) for one in recipe.report.all_sets()) if recipe.report else ()
+    _refuse_dropped_tokens(steps, calibration, evaluations)
+    if recipe.report and recipe.report.tasks:
+        _refuse_tasks_of_other_tokens(steps, skeleton)
     chosen = choose_device(device)
     batch = max(1, _BATCH_TOKENS // calibration.blocks.ids.shape[1]) if calibration else 1
     estimate = _estimate(recipe, checkpoint, skeleton, steps, calibration, batch)
     warnings = [*checkpoint.notes, *(note for step in steps for note in step.prepared.notes)]
-    warnings += _warnings(recipe, skeleton, steps, calibration, evaluation, needy, estimate)
+    warnings += _warnings(recipe, skeleton, steps, calibration, evaluations, needy, estimate)
     plan = Plan(
         recipe=recipe,
         checkpoint=checkpoint,
@@ -108,7 +116,8 @@ def make_plan(
         steps=steps,
         text=text,
         calibration=calibration,
-        evaluation=evaluation,
+        evaluations=evaluations,
+        tasks=plan_tasks(recipe.report.tasks, text) if recipe.report else (),
         device=chosen,
         batch=batch,
         estimate=estimate,
@@ -158,12 +167,13 @@ def settled(plan: Plan, number: int, checkpoint: Checkpoint, settings: BaseModel
 
 
 def _refuse_dropped_tokens(
-    steps: Sequence[PlannedStep], calibration: Calibration | None, evaluation: Evaluation | None
+    steps: Sequence[PlannedStep], calibration: Calibration | None, evaluations: Sequence[Evaluation]
 ) -> None:
     """Text that a step or the report needs must keep all its tokens through the steps before."""
     readers = [(f"steps[{i}].{step.name}", i) for i, step in enumerate(steps) if step.kind.needs_text(step.settings)]
     texts = [("calibration", [calibration.blocks.ids], *readers[-1])] if calibration and readers else []
-    texts += [("report", list(evaluation.windows.ids), "the report", len(steps))] if evaluation else []
+    scored = [ids for evaluation in evaluations for ids in evaluation.windows.ids]
+    texts += [("report", scored, "the report", len(steps))] if scored else []
     for key, parts, reader, n_steps in texts:
         seen = np.unique(np.concatenate([part.reshape(-1) for part in parts]))
         lost = int((tokens_after(steps[:n_steps], torch.from_numpy(seen)) < 0).sum())
@@ -172,6 +182,20 @@ def _refuse_dropped_tokens(
                 f"{key}: {reader} needs this text, and {lost} of its {len(seen)} distinct tokens are dropped before",
                 f"add {key}'s data to what the vocabulary is trimmed to",
             )
+
+
+def _refuse_tasks_of_other_tokens(steps: Sequence[PlannedStep], skeleton: Skeleton) -> None:
+    """Tasks compare the models' predictions, for which they must have one vocabulary."""
+    name = skeleton.layout.embedding
+    rows = {spec.name: spec.shape[0] for spec in steps[-1].prepared.specs if spec.name == name}
+    if any(step.prepared.token_map is not None for step in steps) or rows.get(name) not in (
+        None,
+        skeleton.source.shapes[name][0],
+    ):
+        raise SutureError(
+            "report.tasks: the recipe changes the vocabulary, and tasks need the same one before and after",
+            "remove tasks from the recipe",
+        )
 
 
 def tokens_after(steps: Sequence[PlannedStep], ids: torch.Tensor) -> torch.Tensor:
@@ -187,7 +211,7 @@ def _warnings(
     skeleton: Skeleton,
     steps: tuple[PlannedStep, ...],
     calibration: Calibration | None,
-    evaluation: Evaluation | None,
+    evaluations: tuple[Evaluation, ...],
     needy: list[str],
     estimate: Estimate,
 ) -> list[str]:
@@ -200,7 +224,8 @@ def _warnings(
         tokens = calibration.blocks.ids.size
         if tokens < widest:
             warnings.append(f"{tokens} calibration tokens cannot determine layers of {widest} inputs; give more text")
-    warnings += leakage(calibration, evaluation)
+    for evaluation in evaluations:
+        warnings += [*leakage(calibration, evaluation), *evaluation.warnings]
     if estimate.peak_memory > estimate.available_memory:
         warnings.append(
             f"the run may need {estimate.peak_memory / 1e9:.1f} GB of memory; {estimate.available_memory / 1e9:.1f} are free"

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..checkpoint.errors import SutureError, did_you_mean
+from ..report.tasks import Form
 from .step import StepKind, always, never
 from .steps import STEPS
 
@@ -43,21 +44,89 @@ class CalibrationSettings(TextSettings):
     )
 
 
-class ReportSettings(TextSettings):
+class SetSettings(TextSettings):
     """Held-out text, and how it is scored."""
 
-    protocol: Literal["doc-rolling", "gptq-2048"] = Field("doc-rolling", description="how tokens are cut into windows")
-    window: int | None = Field(None, ge=2, description="tokens per window; default 2048, at most the model's context")
+    name: str | None = Field(None, min_length=1, description="what the report calls this text; default: its data")
+    protocol: Literal["doc-rolling", "gptq-2048", "llamacpp-512", "lm-eval"] = Field(
+        "doc-rolling", description="how tokens are cut into windows and which are scored"
+    )
+    window: int | None = Field(
+        None, ge=2, description="tokens per window; default 2048 (llamacpp-512: 512), at most the model's context"
+    )
     stride: int | None = Field(None, ge=1, description="tokens between windows (doc-rolling); default window / 2")
     max_windows: int | None = Field(None, ge=1, description="score only so many windows")
     max_tokens_per_document: int | None = Field(None, ge=2, description="score only the beginning of each document")
-    level: float = Field(0.95, gt=0.5, lt=1, description="confidence level of intervals")
+    detokenize: Literal["none", "wikitext"] = Field(
+        "none", description="lm-eval only: undo WikiText's spacing first, as its wikitext task does"
+    )
 
     @model_validator(mode="after")
-    def _only_what_the_protocol_uses(self) -> ReportSettings:
-        if self.protocol == "gptq-2048" and (self.stride or self.max_tokens_per_document):
-            raise ValueError("stride and max_tokens_per_document belong to doc-rolling; gptq-2048 has neither")
+    def _only_what_the_protocol_uses(self) -> SetSettings:
+        if self.protocol != "doc-rolling" and (self.stride or self.max_tokens_per_document):
+            raise ValueError(f"stride and max_tokens_per_document belong to doc-rolling; {self.protocol} has neither")
+        if self.detokenize != "none" and self.protocol != "lm-eval":
+            raise ValueError("detokenize belongs to the protocol lm-eval")
         return self
+
+
+class TaskSettings(_Strict):
+    """A task by log-likelihood from a local file."""
+
+    name: str | None = Field(None, min_length=1, description="what the report calls it; default: the file's name")
+    data: str = Field(min_length=1, description="a file (.jsonl, .jsonl.gz, .json, .parquet) or hf:OWNER/NAME:SPLIT")
+    form: Form = Field("auto", description="whose columns the file has; auto: found from them")
+    limit: int | None = Field(None, ge=1, description="the first so many items")
+
+
+class ReportSettings(SetSettings):
+    """What the report measures. Several texts: a list of them, or more under `sets`."""
+
+    level: float = Field(0.95, gt=0.5, lt=1, description="confidence level of intervals")
+    margin: float = Field(
+        0.02, gt=0, lt=1, description="perplexity ratio that still counts as equivalent (0.02: up to x 1.02)"
+    )
+    fidelity: bool = Field(True, description="also measure KL divergence, agreement and flips against the base")
+    sets: list[SetSettings] = Field(
+        default_factory=list, description="more texts (languages, code, domains); they take over the settings above"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _first_set_is_the_main_one(cls, content: Any) -> Any:
+        """A list, or sets alone, as the first text with the others under `sets`, which take over how it is scored."""
+        if isinstance(content, list):
+            content = {"sets": content}
+        if not isinstance(content, Mapping) or not isinstance(content.get("sets"), list):
+            return content
+        content, sets = dict(content), content["sets"]
+        if "data" not in content and sets and isinstance(sets[0], Mapping):
+            content |= sets[0]
+            sets = sets[1:]
+        shared = {key: content[key] for key in _SCORING if key in content}
+        content["sets"] = [_inherit(one, shared) for one in sets]
+        return content
+
+    tasks: list[TaskSettings] = Field(default_factory=list, description="multiple choice and cloze by log-likelihood")
+    gpus: dict[str, tuple[float, float]] = Field(
+        default_factory=dict, description="more rows of the roofline: name -> [bytes per second, FLOPs per second]"
+    )
+
+    def all_sets(self) -> list[SetSettings]:
+        """Every text with its settings, the main one first."""
+        return [SetSettings(**{key: getattr(self, key) for key in SetSettings.model_fields}), *self.sets]
+
+
+_SCORING = ("protocol", "window", "stride", "max_windows", "max_tokens_per_document", "detokenize")
+
+
+def _inherit(one: Any, shared: Mapping[str, Any]) -> Any:
+    """A set with the main text's settings where it has none; another protocol takes over only what all have."""
+    if not isinstance(one, Mapping):
+        return one
+    other = "protocol" in one and one["protocol"] != shared.get("protocol", "doc-rolling")
+    keys = [key for key in shared if not other or key in ("window", "max_windows")]
+    return {**{key: shared[key] for key in keys}, **one}
 
 
 def _known_step(step: Any) -> Any:
@@ -217,8 +286,11 @@ def _relative_to(recipe: Recipe, directory: Path) -> Recipe:
             )
     for key in ("calibration", "report"):
         text = getattr(recipe, key)
-        if text is not None and not text.data.startswith(("builtin:", "hf:")):
-            changes[key] = text.model_copy(update={"data": _absolute(directory, text.data)})
+        if text is not None:
+            changes[key] = _placed(directory, text)
+    if recipe.report is not None:
+        more = {key: [_placed(directory, text) for text in getattr(recipe.report, key)] for key in ("sets", "tasks")}
+        changes["report"] = changes["report"].model_copy(update={key: found for key, found in more.items() if found})
     changes["steps"] = [
         {name: _paths_from(directory, settings, STEPS[name].paths)}
         for step in recipe.steps
@@ -242,6 +314,13 @@ def _path_or_paths(directory: Path, value: Any, keys: tuple[str, ...]) -> Any:
     if isinstance(value, list):
         return [_path_or_paths(directory, item, keys) for item in value]
     return _paths_from(directory, value, keys)
+
+
+def _placed(directory: Path, text: Any) -> Any:
+    """The settings with an absolute path, where `data` is one."""
+    if text.data.startswith(("builtin:", "hf:")):
+        return text
+    return text.model_copy(update={"data": _absolute(directory, text.data)})
 
 
 def _absolute(directory: Path, path: str) -> str:
@@ -330,7 +409,7 @@ def _explain(model: type[BaseModel], problem: Any, where: str, source: Any, pref
 
 def _fields(model: type[BaseModel], path: list[Any]) -> list[str]:
     """Field names of the model at `path`."""
-    for part in path:
+    for part in (part for part in path if not isinstance(part, int)):
         field = model.model_fields.get(str(part))
         candidates = [field.annotation, *getattr(field.annotation, "__args__", ())] if field is not None else []
         inner = [c for c in candidates if isinstance(c, type) and issubclass(c, BaseModel)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-import io
+import html
 import json
 import shutil
 from collections.abc import Iterator
@@ -12,7 +12,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from pydantic import BaseModel
 
@@ -35,15 +34,20 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import Staging, open_staging, write_whole
 from ..checkpoint.writer import ShardPlan, plan_shards
 from ..quant.decode import dense_view
+from ..report.card import KEPT, card, is_ours
 from ..report.document import REPORT_FILES, Report, make_report, write_report
-from ..report.score import score
 from ..report.windows import Windows
+from .costs import cost_of
 from .plan import Plan, PlannedStep, make_plan, probe_ids, settled, tokens_after
 from .progress import Progress, Silent
 from .recipe import Recipe
+from .scoring import score_set
 from .step import Prepared, StepKind, StepResult, StepRun
 from .steps import STEPS
+from .task_runs import run_tasks
 from .verify import check_reload, first_blocks, reload_and_compare, reload_here, reopen, shortened
+
+README = "README.md"
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,12 @@ class Run:
     report: Report | None
     manifest: dict[str, Any]
     seconds: dict[str, float]  # by part; never written into the output, which is the same at any speed
+
+    def _repr_html_(self) -> str:
+        """In a notebook: the report, or what was written where."""
+        if self.report is not None:
+            return self.report._repr_html_()
+        return f"<p><code>{html.escape(str(self.output))}</code>: written and verified; the recipe has no report.</p>"
 
     @property
     def fallbacks(self) -> dict[str, str]:
@@ -87,6 +97,7 @@ def run(
         clock.lap("verify")
         report = _report(plan, staging, results, progress)
         clock.lap("report")
+        _write_card(plan, staging, verification, report)
         manifest = _finish(plan, staging, results, hashes, verification)
         staging.commit()
     return Run(plan.output, plan, report, manifest, clock.laps)
@@ -315,51 +326,88 @@ def _side_files(plan: Plan) -> set[str]:
 
 def _superseded() -> frozenset[str]:
     """Files of an earlier suture output that speak of that output."""
-    return frozenset({MANIFEST, *REPORT_FILES})
+    return frozenset({MANIFEST, README, *REPORT_FILES})  # the card that is not suture's gets another name
 
 
 def _report(plan: Plan, staging: Staging, results: list[StepResult], progress: Progress) -> Report | None:
     for name in REPORT_FILES:  # of the run that is resumed, whose report may have been another
         for stale in (staging.model / name, staging.model / f"{name}.tmp"):
             stale.unlink(missing_ok=True)
-    if plan.evaluation is None or plan.recipe.report is None:
+    wanted = plan.recipe.report
+    if wanted is None:
         return None
-    windows = plan.evaluation.windows
-    budget = plan.estimate.available_memory // 3
-    nll = {}
-    for name, checkpoint in (("base", plan.checkpoint), ("candidate", reopen(staging.model))):
-        saved = staging.work / f"nll-{name}-{windows.tokens_sha256[:16]}.npy"
-        if staging.find(unit=saved.name) is None:
-            skeleton = open_skeleton(dense_view(checkpoint), device=plan.device)
-            spill = staging.work / f"score-{name}.bin"
-            scored = windows if name == "base" else _renumbered(plan, windows)
-            nll[name] = score(skeleton, scored, progress.track, f"score {name}", budget, spill)
-            buffer = io.BytesIO()
-            np.save(buffer, nll[name])
-            write_whole(saved, buffer.getvalue())
-            staging.record({"unit": saved.name})
-        else:
-            nll[name] = np.load(saved)
     written = reopen(staging.model)
+    base, candidate = (
+        open_skeleton(dense_view(checkpoint), device=plan.device) for checkpoint in (plan.checkpoint, written)
+    )
+    budget = plan.estimate.available_memory // 3
+    sets = [
+        score_set(
+            evaluation,
+            base,
+            candidate,
+            progress.track,
+            fidelity=wanted.fidelity,
+            level=wanted.level,
+            budget=budget,
+            staging=staging,
+            renumbered=_renumbered(plan, evaluation.windows),
+        )
+        for evaluation in plan.evaluations
+    ]
+    tasks = run_tasks(plan.tasks, base, candidate, progress.track, level=wanted.level, budget=budget, staging=staging)
     report = make_report(
         base=plan.checkpoint,
         candidate=written,
-        windows=windows,
-        nll=nll,
-        protocol=plan.evaluation.describe() | {"dtype": "float32"},
-        level=plan.recipe.report.level,
+        sets=sets,
+        name=" → ".join(step.name for step in plan.steps),  # not the output's place, on which nothing may depend
+        level=wanted.level,
+        margin=wanted.margin,
+        tasks=tasks,
+        cost=cost_of(plan.checkpoint, written, wanted.gpus),
         warnings=plan.warnings,
         calibration=plan.calibration.describe() if plan.calibration else None,
-        modules=results[-1].modules,
+        modules={name: record for result in results for name, record in result.modules.items()},
         steps=[(step.name, step.settings.model_dump()) for step in plan.steps],
     )
     write_report(report, staging.model)
     return report
 
 
-def _renumbered(plan: Plan, windows: Windows) -> Windows:
-    """The same windows in the output's token ids."""
+def _renumbered(plan: Plan, windows: Windows) -> Windows | None:
+    """The same windows in the output's token ids; None when it numbers tokens as its input does."""
+    if all(step.prepared.token_map is None for step in plan.steps):
+        return None
     return replace(windows, ids=tuple(tokens_after(plan.steps, torch.from_numpy(ids)).numpy() for ids in windows.ids))
+
+
+def _write_card(plan: Plan, staging: Staging, verification: dict[str, Any], report: Report | None) -> None:
+    """README.md; the input's own, unless suture wrote it, is kept beside it."""
+    input_card = plan.checkpoint.path / README
+    earlier = input_card.read_text(encoding="utf-8", errors="replace") if input_card.is_file() else None
+    foreign = earlier is not None and not is_ours(earlier)
+    if foreign:
+        write_whole(staging.model / _kept_readme(plan), input_card.read_bytes())
+    text = card(
+        source=plan.checkpoint.source,
+        config=plan.steps[-1].prepared.config,
+        steps=[(step.name, step.settings.model_dump()) for step in plan.steps],
+        relation="quantized" if any(step.kind.rounds for step in plan.steps) else "finetune",
+        content=report.content if report is not None else None,
+        earlier=earlier,
+        verification=verification,
+        kept=_kept_readme(plan) if foreign else KEPT if (staging.model / KEPT).is_file() else None,
+    )
+    write_whole(staging.model / README, text.encode())
+
+
+def _kept_readme(plan: Plan) -> str:
+    """A name for the input's README.md that no side file of the input has."""
+    taken, number = {path.name for path in plan.checkpoint.side_files}, 2
+    name = KEPT
+    while name in taken:
+        name, number = f"README.base-{number}.md", number + 1
+    return name
 
 
 def _finish(

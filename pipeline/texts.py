@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,9 +20,11 @@ from ..calibrate.tokens import (
     prefix_id,
 )
 from ..checkpoint.errors import SutureError
+from ..checkpoint.layout import text_config
 from ..checkpoint.reader import Checkpoint
-from ..report.windows import Windows, gptq_windows, rolling_windows
-from .recipe import CalibrationSettings, ReportSettings, TextSettings
+from ..report.detokenize import count_words, wikitext
+from ..report.windows import Windows, gptq_windows, llamacpp_windows, rolling_windows
+from .recipe import CalibrationSettings, SetSettings, TextSettings
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,10 @@ class TextModel:
     tokenizer: Any  # None: token ids can still be used
     missing: str = ""  # why there is no tokenizer
     bos_id: int | None = None
+    family: str = ""  # its model_type
+
+
+_LOST_WITHOUT_BOS = ("gemma", "gemma2", "gemma3", "gemma3_text")  # perplexity in the millions (gemma-7b: 1e13)
 
 
 @dataclass(frozen=True)
@@ -62,6 +70,9 @@ class Evaluation:
     documents: Documents
     windows: Windows
     bos_id: int | None  # the token put before each document or window, never scored
+    name: str = ""  # in the report
+    detokenize: str = "none"
+    warnings: tuple[str, ...] = ()
 
     def describe(self) -> dict[str, Any]:
         """The identity to print beside every figure."""
@@ -72,18 +83,20 @@ class Evaluation:
             "content_sha256": self.documents.sha256,
             "unscored": dict(self.windows.n_unscored),
             "bos_id": self.bos_id,
+            **({"detokenize": self.detokenize} if self.detokenize != "none" else {}),
             **self.windows.protocol(),
         }
 
 
 def text_model(checkpoint: Checkpoint, vocabulary: int, max_positions: int | None) -> TextModel:
     """Load the checkpoint's tokenizer; a missing one matters only when there is text to tokenize."""
+    family = str(text_config(checkpoint.config).get("model_type", ""))
     try:
         tokenizer = load_tokenizer(checkpoint.path)
     except SutureError as error:
         bos = checkpoint.config.get("bos_token_id")
-        return TextModel(vocabulary, max_positions, None, str(error), bos if isinstance(bos, int) else None)
-    return TextModel(vocabulary, max_positions, tokenizer, bos_id=prefix_id(tokenizer))
+        return TextModel(vocabulary, max_positions, None, str(error), bos if isinstance(bos, int) else None, family)
+    return TextModel(vocabulary, max_positions, tokenizer, bos_id=prefix_id(tokenizer), family=family)
 
 
 def calibration_text(settings: CalibrationSettings, model: TextModel) -> Calibration:
@@ -100,22 +113,45 @@ def calibration_text(settings: CalibrationSettings, model: TextModel) -> Calibra
     return Calibration(documents, blocks)
 
 
-def evaluation_text(settings: ReportSettings, model: TextModel) -> Evaluation:
-    window = settings.window or min(2048, model.max_positions or 2048)
-    if settings.protocol == "gptq-2048":
-        return _joined(settings, model, window)
-    documents, ids = _read(settings, model)
-    windows = rolling_windows(
-        ids,
-        window=window,
-        stride=settings.stride,
-        bos_id=model.bos_id,
-        n_bytes=document_bytes(documents, model.tokenizer),
-        max_windows=settings.max_windows,
-        max_tokens_per_document=settings.max_tokens_per_document,
-        max_positions=model.max_positions,
-    )
-    return Evaluation(documents, windows, model.bos_id)
+def evaluation_text(settings: SetSettings, model: TextModel) -> Evaluation:
+    """The windows of one text. Raises SutureError for what cannot be scored so."""
+    usual = 512 if settings.protocol == "llamacpp-512" else 2048
+    window = settings.window or min(usual, model.max_positions or usual)
+    if settings.protocol in ("gptq-2048", "llamacpp-512"):
+        found = _joined(settings, model, window)
+    elif settings.protocol == "lm-eval":
+        found = _by_words(settings, model, window)
+    else:
+        documents, ids = _read(settings, model)
+        windows = rolling_windows(
+            ids,
+            window=window,
+            stride=settings.stride,
+            bos_id=model.bos_id,
+            n_bytes=document_bytes(documents, model.tokenizer),
+            max_windows=settings.max_windows,
+            max_tokens_per_document=settings.max_tokens_per_document,
+            max_positions=model.max_positions,
+        )
+        found = Evaluation(documents, windows, model.bos_id)
+    named = settings.data.startswith(("builtin:", "hf:"))
+    name = settings.name or (settings.data if named else Path(settings.data).name)
+    return replace(found, name=name, warnings=tuple(_warnings(found, model, name)))
+
+
+def _warnings(found: Evaluation, model: TextModel, name: str) -> Iterator[str]:
+    bos = found.windows.add_bos
+    if model.family in _LOST_WITHOUT_BOS and bos in ("none", "once"):
+        where = "no BOS at all" if bos == "none" else "BOS only before the first window"
+        yield (
+            f"{name}: scored with {where}, and {model.family} models are lost without it: the perplexity says little; "
+            "use the protocol doc-rolling with a tokenizer that adds BOS"
+        )
+    if found.windows.cluster == "block":
+        yield (
+            f"{name}: no documents are known (setting split: REGEX marks where one begins), so clusters are blocks of at "
+            "least 2048 tokens; neighbouring blocks resemble each other and the interval is too short"
+        )
 
 
 def leakage(calibration: Calibration | None, evaluation: Evaluation | None) -> tuple[str, ...]:
@@ -133,7 +169,34 @@ def _read(settings: TextSettings, model: TextModel) -> tuple[Documents, list[lis
     return documents, encode_documents(documents, model.tokenizer, model.vocabulary, bos_id=model.bos_id)
 
 
-def _joined(settings: ReportSettings, model: TextModel, window: int) -> Evaluation:
+def _by_words(settings: SetSettings, model: TextModel, window: int) -> Evaluation:
+    """lm-eval's way: each document behind the BOS, or else the EOS, whatever the tokenizer itself adds."""
+    documents = read_documents(DataSpec(settings.data, settings.column, settings.split))
+    if documents.kind != "texts" or model.tokenizer is None:
+        raise SutureError(
+            f"{documents.source}: the protocol lm-eval counts words and bytes of texts, "
+            f"found {documents.kind if model.tokenizer is not None else 'no tokenizer'}",
+            "give texts and a model with its tokenizer, or use doc-rolling",
+        )
+    pages = documents.texts
+    texts = [wikitext(page) for page in pages] if settings.detokenize == "wikitext" else list(pages)
+    tokenizer = model.tokenizer
+    prefix = tokenizer.bos_token_id if tokenizer.bos_token_id is not None else tokenizer.eos_token_id
+    ids = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+    windows = rolling_windows(
+        [row[1:] if row[:1] == [prefix] else row for row in ids],
+        protocol="lm-eval",
+        window=window,
+        bos_id=prefix,
+        n_bytes=[len(page.encode()) for page in pages],
+        n_words=[count_words(page) for page in pages],
+        max_windows=settings.max_windows,
+        max_positions=model.max_positions,
+    )
+    return Evaluation(documents, windows, prefix, detokenize=settings.detokenize)
+
+
+def _joined(settings: SetSettings, model: TextModel, window: int) -> Evaluation:
     """The whole text as one sequence, one tokenizer call, documents marked by where each token's text begins."""
     documents = read_documents(DataSpec(settings.data, settings.column, settings.split))
     if documents.kind == "texts" and model.tokenizer is not None:
@@ -148,7 +211,8 @@ def _joined(settings: ReportSettings, model: TextModel, window: int) -> Evaluati
         ids = [i for piece in pieces for i in piece]
         labels = np.repeat(np.arange(len(pieces)), [len(piece) for piece in pieces])
         n_bytes = None
-    windows = gptq_windows(
+    plan = llamacpp_windows if settings.protocol == "llamacpp-512" else gptq_windows
+    windows = plan(
         ids,
         documents=labels if len(documents) > 1 else None,
         window=window,

@@ -1,15 +1,18 @@
-"""The report: every figure with its interval and its protocol, as data (`report.json`) and as a page (`report.md`).
+"""The report: every figure with its interval and its protocol, as data (`report.json`) and as pages.
 
-`report.json` follows `report/schema.json`; the page is made from it alone. `report-tokens.npy` holds the NLL of every
-scored token under both models, from which each interval can be computed again (of bits per byte: with the texts'
-bytes). Nothing in them depends on the time or the place of the run.
+`report.json` follows `report/schema.json`; `report.html` and `report.md` are made from it alone. `report-tokens.npy`
+holds what was measured of every scored token, from which each interval can be computed again (of bits per byte: with
+the texts' bytes). Nothing in them depends on the time or the place of the run.
 """
 
 from __future__ import annotations
 
+import html
+import io
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,69 +23,172 @@ from ..checkpoint.manifest import to_json
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import write_whole
 from .clusters import ClusterMean, Paired, Perplexity, paired
+from .fidelity import summarize
+from .figures import figure_text
+from .page import metric, render
+from .pairs import holm
+from .power import detectable_ratio, tokens_needed
 from .windows import Windows
 
-REPORT_FILES = ("report.json", "report.md", "report-tokens.npy")
+SCHEMA_VERSION = "1.1"
+REPORT_FILES = ("report.json", "report.md", "report.html", "report-tokens.npy")
 METHOD = "delete-one-cluster jackknife on the log scale, t with G-1 degrees of freedom"
 METHOD_PER_BYTE = "delete-one-cluster jackknife of bits over bytes, t with G-1 degrees of freedom"
+
+
+@dataclass(frozen=True)
+class ScoredSet:
+    """One text, scored under both models."""
+
+    name: str
+    windows: Windows
+    tokens: npt.NDArray[Any]  # (n_scored,) in the plan's order: nll_base, nll_candidate or all of `TOKEN_FIELDS`
+    protocol: Mapping[str, Any]
+    floor: Mapping[str, Any] | None = None
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Report:
     """One candidate against its base."""
 
-    perplexity: Paired
+    perplexity: Paired  # on the main text
     content: dict[str, Any]  # report.json
-    tokens: npt.NDArray[Any]  # per scored token: document, nll_base, nll_candidate
+    latency: dict[str, Any] | None = field(default=None, kw_only=True)  # latency.json; no second run gives the same
+    tokens: npt.NDArray[Any]  # per scored token: set, document, nll_base, nll_candidate, ... (`fidelity.TOKEN_FIELDS`)
 
     def to_markdown(self) -> str:
         return markdown(self.content)
 
-    def _repr_markdown_(self) -> str:
-        return self.to_markdown()
+    def to_html(self) -> str:
+        """The page: one self-contained file."""
+        return render([self.content], [self.latency])
+
+    def _repr_html_(self) -> str:
+        return framed(self.to_html())
+
+
+def framed(page: str) -> str:
+    """A page inside a notebook's, whose styles it must not touch."""
+    return (
+        f'<iframe srcdoc="{html.escape(page)}" style="width:100%;height:42rem;border:0" title="suture report"></iframe>'
+    )
 
 
 def make_report(
     *,
     base: Checkpoint,
     candidate: Checkpoint,
-    windows: Windows,
-    nll: Mapping[str, npt.NDArray[np.float64]],
-    protocol: Mapping[str, Any],
+    sets: Sequence[ScoredSet],
     level: float,
     warnings: Sequence[str],
     calibration: Mapping[str, Any] | None,
     modules: Mapping[str, Mapping[str, Any]],
     steps: Sequence[tuple[str, Mapping[str, Any]]],
     parameters: int | None = None,
+    margin: float = 0.02,
+    name: str | None = None,
+    tasks: Sequence[Mapping[str, Any]] = (),
+    cost: Mapping[str, Any] | None = None,
 ) -> Report:
-    """`nll`: base and candidate, (n_scored,) in the plan's order, from identical tokens.
+    """`sets`: at least one, the main one first. `margin`: perplexity ratio less 1 that counts as equivalent.
 
-    `parameters`: the base's; to be given when its tensors are packed, else counted.
+    `name`: the candidate's; default where it is. `parameters`: the base's; to be given when its tensors are packed, else
+    counted.
     """
-    compared = paired(
-        windows.by_document(nll["base"]),
-        windows.by_document(nll["candidate"]),
+    pairs = [_pair(scored, level) for scored in sets]
+    several = len(sets) > 1
+    rows = [_set_row(scored, compared, level, margin, several) for scored, compared in zip(sets, pairs, strict=True)]
+    adjusted = holm([compared.p_value for compared in pairs])
+    for row, p in zip(rows, adjusted, strict=True):
+        row["metrics"][0]["p_holm"] = _number(p)
+    main = rows[0]
+    content = {
+        "schema_version": SCHEMA_VERSION,
+        "base": base.source,
+        "candidate": name or candidate.source,
+        "steps": [{"step": name, "settings": dict(settings)} for name, settings in steps],
+        "verdict": main["verdict"],
+        "name": main["name"],
+        "protocol": main["protocol"],
+        "calibration": None if calibration is None else dict(calibration),
+        "metrics": main["metrics"],
+        "fidelity": main["fidelity"],
+        "noise_floor": main["noise_floor"],
+        "sets": rows[1:],
+        "tasks": list(tasks),
+        "cost": None if cost is None else dict(cost),
+        "sizes": _sizes(base, candidate, modules, parameters),
+        "layers": _layers(modules),
+        "warnings": list(dict.fromkeys([*(warning for row in rows for warning in row.pop("warnings")), *warnings])),
+    }
+    return Report(pairs[0], content, _sidecar(sets))
+
+
+def _pair(scored: ScoredSet, level: float) -> Paired:
+    windows, tokens = scored.windows, scored.tokens
+    return paired(
+        windows.by_document(tokens["nll_base"]),
+        windows.by_document(tokens["nll_candidate"]),
         n_bytes=windows.n_bytes,
         level=level,
         cluster=windows.cluster,
     )
-    own = [*_hopeless(compared), *compared.log.warnings, *compared.base.log.warnings, *compared.new.log.warnings]
-    own += warnings
-    content = {
-        "schema_version": "1.0",
-        "base": base.source,
-        "steps": [{"step": name, "settings": dict(settings)} for name, settings in steps],
-        "protocol": dict(protocol),
-        "calibration": None if calibration is None else dict(calibration),
-        "metrics": _metrics(compared, windows.bytes_exact),
-        "sizes": _sizes(base, candidate, modules, parameters),
-        "layers": _layers(modules),
-        "warnings": list(dict.fromkeys(own)),
+
+
+def _set_row(scored: ScoredSet, compared: Paired, level: float, margin: float, several: bool) -> dict[str, Any]:
+    """Everything about one text; the main one's is spread over the top of the report."""
+    prefix = f"{scored.name}: " if several else ""
+    found = [*_hopeless(compared), *compared.log.warnings, *compared.base.log.warnings, *compared.new.log.warnings]
+    measured = "kl" in (scored.tokens.dtype.names or ())
+    return {
+        "name": scored.name,
+        "protocol": dict(scored.protocol),
+        "verdict": verdict(compared, margin),
+        "metrics": _metrics(compared, scored.windows),
+        "fidelity": summarize(scored.windows, scored.tokens, level) if measured else None,
+        "noise_floor": scored.floor,
+        "warnings": [prefix + text for text in dict.fromkeys(found)] + list(scored.warnings),
     }
-    tokens = np.zeros(windows.n_scored, dtype=[("document", "<i4"), ("nll_base", "<f4"), ("nll_candidate", "<f4")])
-    tokens["document"], tokens["nll_base"], tokens["nll_candidate"] = windows.document, nll["base"], nll["candidate"]
-    return Report(compared, content, tokens)
+
+
+def verdict(compared: Paired, margin: float) -> dict[str, Any]:
+    """One word from the interval against the margin; never from a p-value, and never without an interval."""
+    low, high = compared.low, compared.high
+    if low is None or high is None:
+        word, why = "inconclusive", "there is no interval"
+    elif high < 1 / (1 + margin):
+        word, why = "better", "the whole interval lies below the margin"
+    elif low > 1 + margin:
+        word, why = "worse", "the whole interval lies above the margin"
+    elif low >= 1 / (1 + margin) and high <= 1 + margin:
+        word, why = "equivalent", "the whole interval lies within the margin"
+    else:
+        word, why = "inconclusive", "the interval reaches over an edge of the margin"
+    found: dict[str, Any] = {"word": word, "why": why, "margin": margin, "of": "ppl_ratio"}
+    se = compared.log.se_jackknife
+    if word == "inconclusive" and low is not None and se and math.isfinite(compared.ratio):
+        found["detectable_ratio"] = _number(detectable_ratio(se, level=compared.log.level))
+        found["tokens_for_margin"] = tokens_needed(1 + margin, se, compared.log.n_values, level=compared.log.level)
+    return found
+
+
+def _sidecar(sets: Sequence[ScoredSet]) -> npt.NDArray[Any]:
+    """One row per scored token of every set: set (number), document, and what was measured of it."""
+    fields = [
+        ("set", "<u2"),
+        ("document", "<i4"),
+        *((n, sets[0].tokens.dtype[n]) for n in sets[0].tokens.dtype.names or ()),
+    ]
+    rows = np.zeros(sum(scored.windows.n_scored for scored in sets), dtype=fields)
+    start = 0
+    for number, scored in enumerate(sets):
+        part = rows[start : start + scored.windows.n_scored]
+        part["set"], part["document"] = number, scored.windows.document
+        for name in scored.tokens.dtype.names or ():
+            part[name] = scored.tokens[name]
+        start += scored.windows.n_scored
+    return rows
 
 
 _GUESSING = 50_000.0  # above this a model does worse than a uniform guess over an ordinary vocabulary
@@ -95,17 +201,20 @@ def _hopeless(compared: Paired) -> list[str]:
 
 
 def write_report(report: Report, directory: Path) -> None:
-    """Write the report's three files."""
-    import io
-
+    """Write the report's files."""
     buffer = io.BytesIO()
     np.save(buffer, report.tokens)
-    contents = (to_json(report.content), report.to_markdown().encode(), buffer.getvalue())
+    # the pages are made of what report.json says when it is read back
+    content = json.loads(to_json(report.content))
+    pages = (markdown(content).encode(), render([content], [report.latency]).encode())
+    contents = (to_json(report.content), *pages, buffer.getvalue())
+    if report.latency is not None:
+        write_whole(directory / "latency.json", to_json(report.latency))
     for name, content in zip(REPORT_FILES, contents, strict=True):
         write_whole(directory / name, content)
 
 
-def _metrics(compared: Paired, bytes_exact: bool) -> list[dict[str, Any]]:
+def _metrics(compared: Paired, windows: Windows) -> list[dict[str, Any]]:
     ratio = _row("ppl_ratio", compared.ratio, compared.low, compared.high, compared.log)
     ratio |= {"paired_with": "base", "p_value": _number(compared.p_value)}
     ratio["estimand"] = "candidate's perplexity over the base's on identical tokens, token-weighted over documents"
@@ -120,8 +229,43 @@ def _metrics(compared: Paired, bytes_exact: bool) -> list[dict[str, Any]]:
     }
     rows = [ratio, excess | {"paired_with": "base", "unit": "nats per token"}, delta]
     for name, measured in (("base", compared.base), ("candidate", compared.new)):
-        rows += _absolute(name, measured, bytes_exact)
+        rows += _absolute(name, measured, windows.bytes_exact)
+        if windows.n_words is not None:
+            rows += _per_unit(name, measured, windows)
     return rows
+
+
+def _per_unit(model: str, measured: Perplexity, windows: Windows) -> list[dict[str, Any]]:
+    """lm-eval's figures: exp of the summed NLL over words, and over bytes, of the original text."""
+    nll = measured.log.mean * measured.log.n_values
+    rows = []
+    for name, units, sizes in (("word_ppl", "word", windows.n_words), ("byte_ppl", "byte", windows.n_bytes)):
+        if sizes is None:
+            continue
+        count = float(np.sum(sizes))
+        scale = measured.log.n_values / count  # tokens per unit: an interval per token becomes one per unit
+        bounds = None
+        if measured.log.low is not None and measured.log.high is not None:
+            bounds = [_number(_exp(measured.log.low * scale)), _number(_exp(measured.log.high * scale))]
+        rows.append(
+            {
+                "name": name,
+                "value": _number(_exp(nll / count)),
+                "ci": bounds,
+                "level": measured.log.level,
+                "method": f"{METHOD}, tokens per {units} taken as fixed",
+                "cluster": measured.log.cluster,
+                "n_clusters": measured.log.n_clusters,
+                f"n_{units}s": count,
+                "direction": "lower_is_better",
+                "model": model,
+            }
+        )
+    return rows
+
+
+def _exp(x: float) -> float:
+    return math.exp(x) if x < 700 else math.inf
 
 
 def _absolute(model: str, measured: Perplexity, bytes_exact: bool) -> list[dict[str, Any]]:
@@ -164,6 +308,7 @@ def _number(value: float | None) -> float | str | None:
 def _sizes(
     base: Checkpoint, candidate: Checkpoint, modules: Mapping[str, Mapping[str, Any]], parameters: int | None
 ) -> dict[str, Any]:
+    modules = {name: record for name, record in modules.items() if "bits" in record}
     weights = sum(record["shape"][0] * record["shape"][1] for record in modules.values())
     # what a quantized module occupies on disk: name.weight_packed, name.weight_scale, ...
     stored = sum(info.nbytes for name, info in candidate.tensors.items() if name.rpartition(".")[0] in modules)
@@ -183,14 +328,28 @@ def _layers(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """How many layers each method took, which fell back, and the worst output errors."""
     methods: dict[str, int] = {}
     for record in modules.values():
-        methods[record["method"]] = methods.get(record["method"], 0) + 1
-    errors = {name: record["output_error"] for name, record in modules.items() if record["output_error"] is not None}
+        method = record.get("method", "changed")
+        methods[method] = methods.get(method, 0) + 1
+    found = {name: record.get("output_error") for name, record in modules.items()}
+    errors = {name: error for name, error in found.items() if error is not None}
     worst = sorted(errors, key=lambda name: -errors[name])[:10]
     return {
         "by_method": methods,
-        "fallbacks": {name: record["fallback"] for name, record in modules.items() if record["fallback"]},
+        "fallbacks": {name: record["fallback"] for name, record in modules.items() if record.get("fallback")},
         "worst_output_errors": {name: errors[name] for name in worst},
+        "output_errors": {name: errors[name] for name in sorted(errors)},
+        "retained_energy": _energies(modules),
     }
+
+
+def _energies(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
+    """Kind of energy (key_energy, value_energy, ...) -> layer -> the share of it that a step kept."""
+    kinds: dict[str, dict[str, float]] = {}
+    for name, record in modules.items():
+        for key, value in record.items():
+            if key.endswith("_energy") and isinstance(value, int | float):
+                kinds.setdefault(key, {})[name] = float(value)
+    return {key: kinds[key] for key in sorted(kinds)}
 
 
 def markdown(content: Mapping[str, Any]) -> str:
@@ -198,8 +357,11 @@ def markdown(content: Mapping[str, Any]) -> str:
     protocol, sizes = content["protocol"], content["sizes"]
     rows = {(m["name"], m.get("model")): m for m in content["metrics"]}
     ratio = rows["ppl_ratio", None]
+    found = content["verdict"]
     lines = [
         f"# {content['base']}: {' → '.join(step['step'] for step in content['steps']) or 'compared'}",
+        "",
+        f"**{found['word'].capitalize()}** within a margin of {_percent(found['margin'])}: {found['why']}.",
         "",
         f"**Perplexity × {_shown(ratio)}** "
         f"({_percent(ratio['level'])}, {ratio['n_clusters']} {ratio['cluster']}s, {ratio['n_tokens']:,} tokens, paired). "
@@ -221,6 +383,8 @@ def markdown(content: Mapping[str, Any]) -> str:
     ]
     if sizes["bits_per_quantized_weight"] is not None:
         lines.append(f"| bits per quantized weight, scales included | | {sizes['bits_per_quantized_weight']} |")
+    lines += _fidelity_lines(content)
+    lines += _set_lines(content["sets"])
     lines += ["", f"Intervals: {ratio['method']}; a cluster is one {ratio['cluster']}.", "", "## Protocol", ""]
     lines += [f"- {key}: `{value}`" for key, value in protocol.items()]
     if content["calibration"]:
@@ -232,6 +396,32 @@ def markdown(content: Mapping[str, Any]) -> str:
     if content["warnings"]:
         lines += ["", "## Warnings", "", *(f"- {warning}" for warning in content["warnings"])]
     return "\n".join(lines) + "\n"
+
+
+def _fidelity_lines(content: Mapping[str, Any]) -> list[str]:
+    if content["fidelity"] is None:
+        return []
+    floor = content["noise_floor"]
+    lines = ["", "| fidelity to the base | value | noise of arithmetic |", "|---|---|---|"]
+    for row in content["fidelity"]["metrics"]:
+        noise = metric(floor["metrics"], row["name"]) if floor is not None else None
+        shown = figure_text(noise) if noise is not None else ""
+        lines.append(f"| {row['name']}, {row['unit']} | {figure_text(row)} | {shown} |")
+    return lines
+
+
+def _set_lines(sets: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not sets:
+        return []
+    lines = ["", "| other texts | perplexity ratio | verdict | protocol |", "|---|---|---|---|"]
+    for row in sets:
+        ratio, protocol = metric(row["metrics"], "ppl_ratio"), row["protocol"]
+        assert ratio is not None
+        lines.append(
+            f"| {row['name']} | {_shown(ratio)} | {row['verdict']['word']} | {protocol['id']}, window "
+            f"{protocol['window']}, {protocol['n_scored']} tokens |"
+        )
+    return lines
 
 
 def _layer_lines(layers: Mapping[str, Any]) -> list[str]:

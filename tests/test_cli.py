@@ -567,8 +567,29 @@ def test_report_scores_candidates_and_prints_or_writes_it(finished):
     several = warm.suture("report", "model", "out", "model", *args[3:], "--output", "many", cwd=home)
     assert several.code == 0
     assert sorted(p.parent.name for p in (home / "many").glob("*/report.json")) == ["1-out", "2-model"]
-    shutil.rmtree(home / "scores")
-    shutil.rmtree(home / "many")
+    assert {"report.html", "comparison.json"} <= {path.name for path in (home / "many").iterdir()}
+    extra = [
+        "--also",
+        "evaluation.jsonl",
+        "--margin",
+        "0.1",
+        "--no-fidelity",
+        "--latency",
+        "--json",
+        "--output",
+        "more",
+    ]
+    more = warm.suture(*args, *extra, cwd=home)
+    assert more.code == 0, more.err
+    content = json.loads(more.out)
+    assert (len(content["sets"]), content["fidelity"], content["verdict"]["margin"]) == (1, None, 0.1)
+    timed = json.loads((home / "more/latency.json").read_text())
+    assert [m["name"] for m in timed["measurements"]] == ["prefill", "decode"]
+    assert "Latency" in (home / "more/report.html").read_text() and "latency" not in content
+    wrong = warm.suture(*args, "--task", "no-equals-sign", cwd=home)
+    assert wrong.code == 2 and "expected NAME=FILE" in wrong.err
+    for name in ("scores", "many", "more"):
+        shutil.rmtree(home / name)
 
 
 # -- check -------------------------------------------------------------------------------------------------------------

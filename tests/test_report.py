@@ -22,7 +22,7 @@ from suture.pipeline.progress import Silent
 from suture.pipeline.recipe import make_recipe
 from suture.pipeline.reload import load_and_run
 from suture.quant.decode import DenseView, dense_view
-from suture.report.document import make_report, markdown
+from suture.report.document import ScoredSet, make_report, markdown
 from suture.report.score import score
 from suture.report.windows import rolling_windows
 
@@ -188,10 +188,12 @@ def test_the_page_shows_only_figures_of_report_json(compared):
     _, output = compared
     content = json.loads((output / "report.json").read_text())
     page = (output / "report.md").read_text().replace(",", "")
-    known = set(re.findall(r"\d+(?:\.\d+)?", json.dumps(content)))
+    figure = r"\d+(?:\.\d+)?(?:e[+-]\d+)?"
+    known = set(re.findall(figure, json.dumps(content)))
     for number in _numbers(content):
-        known |= {f"{abs(number):.4f}", f"{abs(number):.5f}", f"{abs(number) / 1e6:.1f}", f"{100 * number:g}"}
-    shown = re.findall(r"\d+(?:\.\d+)?", page)
+        known |= {f"{abs(number):.{digits}f}" for digits in range(9)} | {f"{abs(number):.2e}", f"{abs(number):.4g}"}
+        known |= {f"{abs(number) / 1e6:.1f}", f"{100 * number:g}"}
+    shown = re.findall(figure, page)
     assert len(shown) > 50 and not set(shown) - known
 
     ratio, ppl = metric(content, "ppl_ratio"), metric(content, "ppl", "candidate")
@@ -261,14 +263,15 @@ def test_infinite_losses_are_kept_and_written_as_strings(small, tmp_path):
     plan = rolling_windows([[1, 2, 3, 4]] * 6, window=8)
     nll = {"base": np.ones(plan.n_scored), "candidate": np.ones(plan.n_scored)}
     nll["candidate"][3] = np.inf
+    protocol = {"data": "made up", "documents": 6, "documents_skipped": {}, "content_sha256": "0" * 64}
+    protocol |= {"unscored": plan.n_unscored, "bos_id": None, **plan.protocol(), "dtype": "float32"}
     for base, candidate, infinity in (("base", "candidate", "Infinity"), ("candidate", "base", "-Infinity")):
+        tokens = np.zeros(plan.n_scored, dtype=[("nll_base", "<f4"), ("nll_candidate", "<f4")])
+        tokens["nll_base"], tokens["nll_candidate"] = nll[base], nll[candidate]
         report = make_report(
             base=checkpoint,
             candidate=checkpoint,
-            windows=plan,
-            nll={"base": nll[base], "candidate": nll[candidate]},
-            protocol={"data": "made up", "documents": 6, "documents_skipped": {}, "content_sha256": "0" * 64}
-            | {"unscored": plan.n_unscored, "bos_id": None, **plan.protocol(), "dtype": "float32"},
+            sets=[ScoredSet("made up", plan, tokens, protocol)],
             level=0.95,
             warnings=(),
             calibration=None,

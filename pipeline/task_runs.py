@@ -1,0 +1,76 @@
+"""Read tasks' files and score their requests under a base and a candidate."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..calibrate.documents import read_rows
+from ..calibrate.skeleton import Skeleton
+from ..checkpoint.errors import SutureError
+from ..checkpoint.staging import Staging
+from ..report.pairs import holm
+from ..report.score import compare_tokens
+from ..report.tasks import Item, answers, compare_answers, read_items, request_windows
+from ..report.windows import Windows
+from .recipe import TaskSettings
+from .scoring import Track, kept_tokens
+from .texts import TextModel
+
+
+@dataclass(frozen=True)
+class TaskPlan:
+    """A task, read and tokenized before any model runs."""
+
+    name: str
+    items: tuple[Item, ...]
+    windows: Windows
+    protocol: str
+
+
+def plan_tasks(settings: Sequence[TaskSettings], model: TextModel) -> tuple[TaskPlan, ...]:
+    """Raises SutureError for a file that cannot be read, items of no known form, requests that do not fit."""
+    plans = []
+    for wanted in settings:
+        if model.tokenizer is None:
+            raise SutureError(model.missing)
+        items = read_items(read_rows(wanted.data), wanted.form, wanted.data)[: wanted.limit]
+        window = min(2048, model.max_positions or 2048)
+        windows = request_windows(items, model.tokenizer, window=window, bos_id=model.bos_id, source=wanted.data)
+        name = wanted.name or Path(wanted.data.split(":")[-1]).name.split(".")[0]
+        bos = "no BOS" if model.bos_id is None else "BOS before each request"
+        protocol = f"log-likelihood, zero-shot, {len(items)} items, {windows.n_windows} requests, {bos}, float32"
+        plans.append(TaskPlan(name, tuple(items), windows, protocol))
+    return tuple(plans)
+
+
+def run_tasks(
+    plans: Sequence[TaskPlan],
+    base: Skeleton,
+    candidate: Skeleton,
+    track: Track,
+    *,
+    level: float,
+    budget: int = 4 << 30,
+    staging: Staging | None = None,
+) -> list[dict[str, Any]]:
+    """The report's `tasks`, with p-values adjusted over all of them (Holm)."""
+    rows: list[dict[str, Any]] = []
+    for plan in plans:
+        windows = plan.windows
+        spill = staging.work / "score.bin" if staging is not None else None
+
+        def measure(windows: Windows = windows, spill: Path | None = spill, name: str = plan.name) -> Any:
+            return compare_tokens(base, candidate, windows, track, f"task {name}", budget, spill)
+
+        tokens = kept_tokens(staging, f"task-{windows.tokens_sha256[:16]}.npy", measure)
+        found = [
+            answers(plan.items, windows, tokens[f"nll_{model}"], tokens[f"right_{model}"])
+            for model in ("base", "candidate")
+        ]
+        rows += compare_answers(plan.name, plan.items, *found, level=level, protocol=plan.protocol)
+    for row, p in zip(rows, holm([row["paired"]["p_mid"] for row in rows]), strict=True):
+        row["paired"]["p_holm"] = p
+    return rows

@@ -1,0 +1,114 @@
+"""Prefill and decode times of two models in one process, interleaved, as stock transformers runs them."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..report.latency import LatencyRatio, measure, summary
+
+PROMPT, NEW_TOKENS = 128, 16  # tokens
+
+
+@torch.no_grad()
+def time_models(
+    base: Path, candidate: Path, device: torch.device, *, prompt: int = PROMPT, new: int = NEW_TOKENS, blocks: int = 20
+) -> dict[str, Any]:
+    """latency.json: prefill of one prompt, decoding token by token after it, and peak memory where the device has it."""
+    models = {"base": _load(base, device), "candidate": _load(candidate, device)}
+    vocabulary = int(models["base"].get_input_embeddings().num_embeddings)
+    ids = torch.randint(0, vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
+    rows = []
+    for name, work, tokens in (("prefill", _prefill, prompt), ("decode", _decode, new)):
+        timed = [_timer(work, model, ids, new, device) for model in models.values()]
+        rows.append(_row(name, measure(*timed, blocks=blocks), tokens))
+    return {
+        "what": f"one sequence of {prompt} tokens, then {new} decoded one by one, greedy, end of text ignored",
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
+        "threads": torch.get_num_threads(),
+        "dtype": {name: str(model.dtype).removeprefix("torch.") for name, model in models.items()},
+        "note": "transformers' kernels: on a CPU, packed weights are made dense first, so this says nothing of fast ones",
+        "measurements": rows,
+        "peak_memory": _peak(models, ids, new, device),
+    }
+
+
+def _load(path: Path, device: torch.device) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    loaded: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype="auto", local_files_only=True)
+    return loaded.to(device).eval()
+
+
+def _prefill(model: Any, ids: torch.Tensor, new: int) -> Callable[[], None]:
+    return lambda: model(ids, use_cache=True, logits_to_keep=1)
+
+
+def _decode(model: Any, ids: torch.Tensor, new: int) -> Callable[[], None]:
+    """`new` steps after a prefill that is not timed; the cache is cut back before each run."""
+    first = model(ids, use_cache=True, logits_to_keep=1)
+    cache, start = first.past_key_values, first.logits[:, -1:].argmax(dim=2)
+
+    def run() -> None:
+        token = start
+        for _ in range(new):
+            token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(dim=2)
+        cache.crop(ids.shape[1])
+
+    return run
+
+
+def _timer(
+    work: Callable[..., Callable[[], None]], model: Any, ids: torch.Tensor, new: int, device: torch.device
+) -> Any:
+    run = work(model, ids, new)
+
+    def timed() -> float:
+        _wait(device)
+        start = time.perf_counter_ns()
+        run()
+        _wait(device)
+        return (time.perf_counter_ns() - start) / 1e9
+
+    return timed
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _row(name: str, found: LatencyRatio, tokens: int) -> dict[str, Any]:
+    ratio, low, high = found.control
+    base, candidate = summary(found.seconds_a), summary(found.seconds_b)
+    return {
+        "name": name,
+        "tokens": tokens,
+        "ratio": {"value": found.ratio, "ci": [found.low, found.high], "level": found.level},
+        "control": {"value": ratio, "ci": [low, high]},
+        "too_noisy": found.too_noisy,
+        "blocks": found.blocks,
+        "method": "median of log-ratios of A B B A blocks, percentile bootstrap over blocks",
+        "base": base | {"tokens_per_second": tokens / base["median"]},
+        "candidate": candidate | {"tokens_per_second": tokens / candidate["median"]},
+        "warm_up": list(found.warm_up),
+        "samples": {"base": found.seconds_a.tolist(), "candidate": found.seconds_b.tolist()},
+    }
+
+
+def _peak(models: dict[str, Any], ids: torch.Tensor, new: int, device: torch.device) -> dict[str, int] | None:
+    """Bytes at the peak of prefill and decoding, each model's beyond what both hold; None where nothing counts them."""
+    if device.type != "cuda":
+        return None
+    found = {}
+    for name, model in models.items():
+        others = torch.cuda.memory_allocated(device) - sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
+        torch.cuda.reset_peak_memory_stats(device)
+        _decode(model, ids, new)()
+        found[name] = int(torch.cuda.max_memory_allocated(device) - others)
+    return found

@@ -1,0 +1,58 @@
+"""Figures as text: as many decimals as the interval justifies, byte counts in the units of the Hub."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+Figure = float | str | None  # report.json writes infinities as strings
+
+
+def finite(value: Figure) -> float | None:
+    """The number, or None for what is undefined or infinite."""
+    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+
+
+def figure_text(row: Mapping[str, Any] | None, *, percent: bool = False) -> str:
+    """`1.0142 [1.0117, 1.0167]`, or the value and "no interval"."""
+    return "—" if row is None else interval_text(row["value"], row["ci"], percent=percent)
+
+
+def interval_text(value: Figure, ci: Sequence[Figure] | None, *, percent: bool = False) -> str:
+    """Two significant digits of the interval's half width decide the decimals."""
+    scale = 100.0 if percent else 1.0
+    number = finite(value)
+    if number is None:
+        return "—" if value is None else str(value).replace("Infinity", "∞")
+    unit = " %" if percent else ""
+    if ci is None:
+        return f"{number_text(number * scale)}{unit}, no interval"
+    low, high = finite(ci[0]), finite(ci[1])
+    if low is None or high is None:
+        return f"{number_text(number * scale)}{unit} [{ci[0]}, {ci[1]}]"
+    half = (high - low) * scale / 2
+    if half == 0:
+        shown = number_text(number * scale)
+        return f"{shown}{unit} [{shown}, {shown}]"
+    decimals = 1 - math.floor(math.log10(half))
+    if decimals > 6 and abs(number * scale) < 1e-2:
+        return f"{number * scale:.2e}{unit} [{low * scale:.2e}, {high * scale:.2e}]"
+    decimals = min(max(decimals, 0), 8)
+    return f"{number * scale:.{decimals}f}{unit} [{low * scale:.{decimals}f}, {high * scale:.{decimals}f}]"
+
+
+def number_text(value: Figure, digits: int = 4) -> str:
+    number = finite(value)
+    if number is None:
+        return "—" if value is None else str(value).replace("Infinity", "∞")
+    if number == 0:
+        return "0"
+    return f"{number:.2e}" if abs(number) < 1e-4 or abs(number) >= 1e7 else f"{number:.{digits}g}"
+
+
+def bytes_text(count: float) -> str:
+    for unit, size in (("TB", 1e12), ("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= size:
+            return f"{count / size:,.2f} {unit}"
+    return f"{count:,.0f} B"
