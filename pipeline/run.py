@@ -390,6 +390,7 @@ def _write_card(plan: Plan, staging: Staging, verification: dict[str, Any], repo
         write_whole(staging.model / _kept_readme(plan), input_card.read_bytes())
     text = card(
         source=plan.checkpoint.source,
+        on_hub=plan.checkpoint.revision is not None,
         config=plan.steps[-1].prepared.config,
         steps=[(step.name, step.settings.model_dump()) for step in plan.steps],
         relation="quantized" if any(step.kind.rounds for step in plan.steps) else "finetune",

@@ -42,6 +42,7 @@ def front_matter(text: str) -> dict[str, Any]:
 def card(
     *,
     source: str,
+    on_hub: bool,
     config: Mapping[str, Any],
     steps: Sequence[tuple[str, Mapping[str, Any]]],
     relation: Literal["quantized", "finetune"],
@@ -50,17 +51,26 @@ def card(
     verification: Mapping[str, Any],
     kept: str | None,
 ) -> str:
-    """README.md. `content`: report.json, None without a report; `earlier`: the input's README.md; `kept`: the file beside
-    this one that holds the base's."""
+    """README.md.
+
+    on_hub: `source` is a Hub id, not a place. content: report.json, None without a report. earlier: the input's
+    README.md. kept: the file beside this one that holds the base's.
+    """
     inherited = front_matter(earlier or "")
-    base = source if _HUB_ID.match(source) else _named_base(config, inherited)
+    base = source if on_hub else _named_base(config, inherited)
     name = f"{(base or source).rstrip('/').rsplit('/', 1)[-1].removeprefix('builtin:')}-{'-'.join(n for n, _ in steps)}"
-    lines = [_metadata(name, base, relation, steps, config, content, inherited), MARK, "", f"# {name}", ""]
+    directory = re.sub(r"[^\w.-]", "-", source.rstrip("/").rsplit("/", 1)[-1])
+    lines = [_metadata(name, base or directory, relation, steps, config, content, inherited), MARK, "", f"# {name}", ""]
     made = " → ".join(f"`{step}`" for step, _ in steps)
     lines += [
         f"Made from {f'[{base}](https://huggingface.co/{base})' if base else f'`{source}`'} by suture: {made}.",
         "",
     ]
+    if base is None:
+        lines += [
+            f"The base lay in a directory: `base_model: {directory}` above is its name, to be replaced by its Hub id.",
+            "",
+        ]
     if content is not None:
         lines += _results(content)
     lines += _loading(config, verification)
@@ -82,7 +92,7 @@ def _named_base(config: Mapping[str, Any], inherited: Mapping[str, Any]) -> str 
 
 def _metadata(
     name: str,
-    base: str | None,
+    base: str,
     relation: str,
     steps: Sequence[tuple[str, Mapping[str, Any]]],
     config: Mapping[str, Any],
@@ -97,7 +107,7 @@ def _metadata(
     tags = list(dict.fromkeys(["suture", *(step for step, _ in steps), *method]))
     data = ModelCardData(
         base_model=base,
-        base_model_relation=relation if base else None,
+        base_model_relation=relation,
         library_name="transformers",
         pipeline_tag="text-generation",
         tags=tags,

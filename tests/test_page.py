@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import suture
-from suture.report.card import front_matter, is_ours
+from suture.report.card import card, front_matter, is_ours
 from suture.report.charts import pareto_front
 from suture.report.clusters import paired
 from suture.report.document import verdict
@@ -159,8 +159,8 @@ def test_the_card_has_the_hubs_metadata_and_keeps_the_input_s(home):
     assert "AutoModelForCausalLM.from_pretrained" in text and "README.base.md" in text and is_ours(text)
     from huggingface_hub import ModelCard
 
-    card = ModelCard.load(directory / "w4/README.md", ignore_metadata_errors=False)
-    assert card.data.base_model == "some/base" and card.data.eval_results
+    loaded = ModelCard.load(directory / "w4/README.md", ignore_metadata_errors=False)
+    assert loaded.data.base_model == "some/base" and loaded.data.eval_results
 
 
 def test_the_card_of_a_card_that_suture_wrote_keeps_the_first_one(home, tmp_path):
@@ -175,6 +175,22 @@ def test_the_card_of_a_card_that_suture_wrote_keeps_the_first_one(home, tmp_path
     assert (untied.output / "README.base.md").read_bytes() == (directory / "model/README.md").read_bytes()
     data = front_matter((untied.output / "README.md").read_text())
     assert "model-index" not in data and data["base_model_relation"] == "quantized"
+
+
+def test_a_base_in_a_directory_is_named_by_it():
+    facts = {"blocks": 1, "of_blocks": 1, "loaded_as": "LlamaForCausalLM", "max_difference": 0.0}
+    text = card(
+        source="/models/my model",
+        on_hub=False,
+        config={},
+        steps=[("rtn", {})],
+        relation="quantized",
+        content=None,
+        earlier=None,
+        verification=facts,
+        kept=None,
+    )
+    assert front_matter(text)["base_model"] == "my-model" and "to be replaced by its Hub id" in text
 
 
 WORDS = {
