@@ -131,7 +131,7 @@ WRONG = {
     ),
     "top-level key in a section": (
         GPTQ.replace("window: 64", "max_shard_size: 64"),
-        r"line 12: report\.max_shard_size: unknown key \(it belongs to the top level\)",
+        r"line 12: report\.max_shard_size: unknown key \(it belongs to steps' reshard or the top level\)",
     ),
     "setting beside its step": (
         GPTQ.replace("      bits: 3\n      group_size: 64", "      bits: 3\n    group_size: 64"),
