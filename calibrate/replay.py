@@ -140,36 +140,39 @@ def staged_block(
     index: int,
     stream: Stream,
     stages: Sequence[Sequence[Linear]],
-    observe: Callable[[int, Any], None],
+    observe: Callable[..., None],
     change: Callable[[int], None],
     paused: bool = True,
+    beside: tuple[Skeleton, Stream] | None = None,
 ) -> None:
     """Run block `index` over the stream, stopping at each stage.
 
     For stage k (linears that share their input): `observe(k, x)` is called once per batch with that input ([B, T, in],
     [T, in], or a list of [t, in] with one entry per expert), then `change(k)` once, which may replace the weights.
     Afterwards the stream holds the outputs of the changed block.
+
+    `beside`: a second model and its stream over the same batches, run in step with the first: `observe(k, x, y)` then
+    also gets that model's input, and its stream holds its outputs afterwards.
     """
-    hooks = _Hooks(skeleton, stages, observe)
+    lanes = [_Lane(skeleton, index, stream, stages)]
     try:
-        if paused:
-            _run_paused(skeleton, index, stream, hooks, change)
-        else:
-            _run_again(skeleton, index, stream, hooks, change)
+        if beside is not None:
+            lanes.append(_Lane(beside[0], index, beside[1], stages))
+        run = _run_paused if paused else _run_again
+        run(lanes, len(stages), len(stream.hidden), observe, change)
     finally:
-        hooks.remove()
+        for lane in lanes:
+            lane.remove()
 
 
-class _Hooks:
-    """Pre-forward hooks that observe a stage's input once per forward and, in a greenlet, pause there."""
+class _Lane:
+    """One model's forwards through a block, each in a greenlet that hooks on the linear layers pause at every stage."""
 
-    def __init__(
-        self, skeleton: Skeleton, stages: Sequence[Sequence[Linear]], observe: Callable[[int, Any], None]
-    ) -> None:
-        self.observe = observe
-        self.n_stages = len(stages)
+    def __init__(self, skeleton: Skeleton, index: int, stream: Stream, stages: Sequence[Sequence[Linear]]) -> None:
+        self.skeleton, self.index, self.stream = skeleton, index, stream
         self.watched: set[int] = set(range(len(stages)))
         self.passed: dict[greenlet, set[int]] = {}
+        self.forwards: list[greenlet] = []
         self.handles = [
             module.register_forward_pre_hook(self._hook(k))
             for k, stage in enumerate(stages)
@@ -182,12 +185,39 @@ class _Hooks:
             passed = self.passed.setdefault(me, set())
             if stage in self.watched and stage not in passed:
                 passed.add(stage)
-                self.observe(stage, inputs[0])
                 parent = me.parent
                 assert parent is not None
-                parent.switch(stage)
+                parent.switch(stage, inputs[0])
 
         return arrive
+
+    def start(self) -> None:
+        """A new forward for every batch, none begun."""
+        self.passed.clear()
+        self.forwards = [greenlet(self._forward) for _ in self.stream.hidden]
+
+    def _forward(self, hidden: Tensor) -> Tensor:
+        return self.skeleton.run_block(self.index, hidden.to(self.skeleton.device))
+
+    def go(self, batch: int, stage: int) -> Any:
+        """Let a batch's forward run to its next stop, which must be `stage`; its inputs there."""
+        run = self.forwards[batch]
+        arrived = run.switch() if run else run.switch(self.stream.hidden[batch])
+        if not isinstance(arrived, tuple) or arrived[0] != stage:
+            found = f"stage {arrived[0]}" if isinstance(arrived, tuple) else "the block's end"
+            raise SutureError(f"block {self.index}: the forward came to {found} where stage {stage} was expected")
+        return arrived[1]
+
+    def finish(self, batch: int) -> None:
+        """Let a batch's forward run to its end, and put its outputs into the stream."""
+        out = self.forwards[batch].switch()
+        assert isinstance(out, Tensor)
+        self.stream.replace(batch, out)
+
+    def end(self) -> None:
+        """End forwards that are still paused; nothing for those that are finished or not begun."""
+        for run in self.forwards:
+            run.throw()
 
     def remove(self) -> None:
         for handle in self.handles:
@@ -204,41 +234,36 @@ def _stage_modules(skeleton: Skeleton, stage: Sequence[Linear]) -> list[nn.Modul
     return [skeleton.model.get_submodule(f"{path}.{kind}")]
 
 
-def _forwards(skeleton: Skeleton, index: int, stream: Stream) -> list[greenlet]:
-    def forward(hidden: Tensor) -> Tensor:
-        return skeleton.run_block(index, hidden.to(skeleton.device))
-
-    return [greenlet(forward) for _ in stream.hidden]
-
-
-def _expect(arrived: Any, stage: int, index: int) -> None:
-    if arrived != stage:
-        found = f"stage {arrived}" if isinstance(arrived, int) else "the block's end"
-        raise SutureError(f"block {index}: the forward came to {found} where stage {stage} was expected")
-
-
-def _run_paused(skeleton: Skeleton, index: int, stream: Stream, hooks: _Hooks, change: Callable[[int], None]) -> None:
-    forwards = _forwards(skeleton, index, stream)
+def _run_paused(
+    lanes: list[_Lane], n_stages: int, n_batches: int, observe: Callable[..., None], change: Callable[[int], None]
+) -> None:
+    for lane in lanes:
+        lane.start()
     try:
-        arrived: list[Any] = [run.switch(hidden) for run, hidden in zip(forwards, stream.hidden, strict=True)]
-        for stage in range(hooks.n_stages):
-            for where in arrived:
-                _expect(where, stage, index)
+        for stage in range(n_stages):
+            for batch in range(n_batches):
+                observe(stage, *[lane.go(batch, stage) for lane in lanes])
             change(stage)
-            arrived = [run.switch() for run in forwards]
-        for batch, out in enumerate(arrived):
-            stream.replace(batch, out)
+        for batch in range(n_batches):
+            for lane in lanes:
+                lane.finish(batch)
     finally:
-        for run in forwards:
-            run.throw()  # ends a forward that is still paused; nothing for one that is finished
+        for lane in lanes:
+            lane.end()
 
 
-def _run_again(skeleton: Skeleton, index: int, stream: Stream, hooks: _Hooks, change: Callable[[int], None]) -> None:
-    for stage in range(hooks.n_stages):
-        hooks.watched = set(range(stage, hooks.n_stages))  # a later one that comes first is an error
-        for run, hidden in zip(_forwards(skeleton, index, stream), stream.hidden, strict=True):
-            _expect(run.switch(hidden), stage, index)
-            run.throw()
+def _run_again(
+    lanes: list[_Lane], n_stages: int, n_batches: int, observe: Callable[..., None], change: Callable[[int], None]
+) -> None:
+    for stage in range(n_stages):
+        for lane in lanes:
+            lane.watched = set(range(stage, n_stages))  # a later one that comes first is an error
+            lane.start()
+        for batch in range(n_batches):
+            observe(stage, *[lane.go(batch, stage) for lane in lanes])
+            for lane in lanes:
+                lane.forwards[batch].throw()
         change(stage)
-    hooks.watched = set()
-    run_block(skeleton, index, stream)
+    for lane in lanes:
+        lane.watched = set()
+        run_block(lane.skeleton, lane.index, lane.stream)

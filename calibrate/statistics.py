@@ -46,3 +46,29 @@ class SecondMoment:
         whole = self.total.triu()
         whole.add_(self.total.triu(1).T)
         return whole.div_(max(self.tokens, 1))
+
+
+@dataclass
+class Deviation:
+    """D = (1/n) sum over tokens of (x̃ - x) xᵀ, [in, in]: how inputs x miss those of another model, x̃, along themselves."""
+
+    total: Tensor
+    tokens: int = 0
+
+    @classmethod
+    def zeros(
+        cls, in_features: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> Deviation:
+        return cls(torch.zeros(in_features, in_features, dtype=dtype, device=device))
+
+    def add(self, x: Tensor, other: Tensor) -> None:
+        """x, other: [batch, ..., in], the same tokens through either model."""
+        width = x.shape[-1]
+        for one, two in zip(x.reshape(x.shape[0], -1, width), other.reshape(x.shape[0], -1, width), strict=True):
+            one = one.to(self.total.dtype)
+            self.total.addmm_((two.to(self.total.dtype) - one).T, one)
+            self.tokens += one.shape[0]
+
+    def mean(self) -> Tensor:
+        """D [in, in]; zeros when no token was seen."""
+        return self.total / max(self.tokens, 1)

@@ -252,12 +252,13 @@ def _estimate(
     )
     head = 4 * _numel(shapes[layout.embedding])
     largest = max((_numel(shape) for shape in shapes.values()), default=0)
-    resident = 4 * block + max(2 * largest, head)
+    resident = 4 * block * (1 + max(step.prepared.working_blocks for step in steps)) + max(2 * largest, head)
     tokens = calibration.blocks.ids.size if calibration else 0
     width = int(skeleton.hf_config.hidden_size)
-    hidden = 4 * tokens * width
+    streams = max(step.prepared.streams for step in steps)
+    hidden = 4 * tokens * width * streams
     inputs = max(linear.in_features for linear in layout.linears)
-    waiting = 4 * tokens * (3 * width + max(inputs, 4 * width)) if tokens else 0
+    waiting = 4 * tokens * (3 * width + max(inputs, 4 * width)) * min(streams, 2) if tokens else 0
     hessian = 4 * 4 * inputs * inputs if tokens else 0
     paused = waiting < available // 3
     if not paused:
@@ -272,7 +273,8 @@ def _estimate(
     linear_flops = 2 * sum(linear.numel for linear in layout.linears)
     statistic_flops = 2 * sum(group[0].in_features ** 2 // 2 for groups in layout.blocks for group in groups)
     rounding_flops = 2 * sum(2 * linear.numel * linear.in_features for linear in layout.linears) if tokens else 0
-    flops = tokens * (linear_flops + statistic_flops) + rounding_flops
+    forwards = sum(step.prepared.forwards for step in steps if step.kind.needs_text(step.settings))
+    flops = tokens * (forwards * linear_flops + statistic_flops) + rounding_flops
     seconds = flops / _measured_flops() + sum(step.shards.nbytes for step in steps) / 500e6
     return Estimate(
         peak_memory=_PROCESS_BYTES + resident + hidden + waiting + hessian,

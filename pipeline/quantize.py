@@ -8,20 +8,24 @@ from typing import Any
 
 import torch
 
+from ..calibrate.replay import run_block
 from ..calibrate.skeleton import Skeleton, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
 from ..checkpoint.manifest import Account
 from ..checkpoint.source import TensorSource
 from ..checkpoint.writer import ShardWriter, TensorSpec
-from ..quant.block import QuantizedLayer, gptq_block, rtn_block
+from ..quant.block import QuantizedLayer, gptq_block, learned_block, rtn_block
 from ..quant.compressed_tensors import tensor_specs, tensors
 from ..quant.export import check_divisible, check_format, config_entry, scheme_groups
 from ..quant.scheme import STORAGE, Scheme
-from ..quant.settings import GPTQSettings, RTNSettings, Rule
-from ..quant.targets import Selection, assign_schemes, select
+from ..quant.settings import GPTQSettings, LearnSettings, RTNSettings, Rule
+from ..quant.targets import Selection, ruled_schemes, select
 from .step import Prepared, StepResult, StepRun
 from .walk import CALIBRATION, BlockStreams, advance_probe, copy_rest
+
+REFERENCE = "reference"  # the calibration text through the original model
+INPUTS = "inputs"  # a block's inputs while it is trained
 
 
 @dataclass(frozen=True)
@@ -31,13 +35,19 @@ class QuantizePlan(Prepared):
     layout: ModelLayout
     selection: Selection
     schemes: dict[str, Scheme]  # of the chosen layers
+    ruled: frozenset[str]  # those of them that a rule is for
 
 
-def prepare(source: TensorSource, settings: RTNSettings) -> QuantizePlan:
-    """Plan the step from names and shapes alone. Raises SutureError for everything that could fail later."""
+def prepare(source: TensorSource, settings: RTNSettings, schemes: Mapping[str, Scheme] | None = None) -> QuantizePlan:
+    """Plan the step from names and shapes alone. Raises SutureError for everything that could fail later.
+
+    `schemes`: layer -> format, where something other than the settings decided it.
+    """
     layout = open_skeleton(source).layout
     selection = select(layout, settings.targets, settings.ignore)
-    schemes = assign_schemes(layout, selection, settings)
+    ruled = ruled_schemes(layout, selection, settings)
+    if schemes is None:
+        schemes = {linear.name: ruled.get(linear.name, settings.scheme) for linear in selection.chosen}
     groups = scheme_groups(selection, schemes)
     check_divisible(groups)
     check_format(layout, groups)
@@ -73,12 +83,16 @@ def prepare(source: TensorSource, settings: RTNSettings) -> QuantizePlan:
         specs=tuple(specs),
         config=config,
         accounts=accounts,
-        notes=_notes(layout, selection),
+        notes=_notes(layout, selection, settings),
         n_blocks=len(layout.blocks),
         skipped=selection.skipped,
         layout=layout,
+        streams=len((*_streams(settings), *_scratch(settings))) or 1,
+        forwards=_forwards(settings),
+        working_blocks=6 if isinstance(settings, LearnSettings) else int(_two_models(settings)),
         selection=selection,
-        schemes=schemes,
+        schemes=dict(schemes),
+        ruled=frozenset(ruled),
     )
 
 
@@ -101,13 +115,18 @@ def _no_expert_left_behind(layout: ModelLayout, selection: Selection, by_tensor:
         )
 
 
-def _notes(layout: ModelLayout, selection: Selection) -> tuple[str, ...]:
+def _notes(layout: ModelLayout, selection: Selection, settings: RTNSettings) -> tuple[str, ...]:
     notes = [f"{name} dropped: {reason}" for name, reason in layout.stale.items()]
     if layout.unknown:
         notes.append(f"{len(layout.unknown)} tensors outside the text model are copied, first {layout.unknown[0]}")
     if selection.skipped:
         first, reason = next(iter(selection.skipped.items()))
         notes.append(f"{len(selection.skipped)} linear layers stay as they are, first {first} ({reason})")
+    experts = sum(linear.expert is not None for linear in selection.chosen)
+    if experts and isinstance(settings, GPTQSettings) and settings.asymmetric != "none":
+        notes.append(
+            f"{experts} expert matrices are calibrated symmetrically: the two models send different tokens to them"
+        )
     return tuple(notes)
 
 
@@ -116,7 +135,8 @@ def run(work: StepRun, plan: QuantizePlan, settings: RTNSettings) -> StepResult:
     """Quantize, write and journal one block after another."""
     skeleton = open_skeleton(work.checkpoint, device=work.device)
     chosen = {linear.name for linear in plan.selection.chosen}
-    streams = BlockStreams(work, skeleton, (CALIBRATION,) if isinstance(settings, GPTQSettings) else ())
+    original = open_skeleton(work.checkpoint, device=work.device) if _two_models(settings) else None
+    streams = BlockStreams(work, skeleton, _streams(settings), scratch=_scratch(settings))
     modules: dict[str, Any] = {}
     with ShardWriter(work.directory, work.shards) as writer:
         copy_rest(work, plan, plan.layout, writer)
@@ -127,7 +147,7 @@ def run(work: StepRun, plan: QuantizePlan, settings: RTNSettings) -> StepResult:
                 continue
             streams.resume_after(index - 1)
             skeleton.load_block(index)
-            layers = _quantize_block(work, skeleton, index, streams, chosen, settings, plan)
+            layers = _quantize_block(work, skeleton, original, index, streams, chosen, settings, plan)
             advance_probe(skeleton, index, streams.probe)
             records = _write_block(work, skeleton, index, layers, writer)
             skeleton.free_block(index)
@@ -137,9 +157,31 @@ def run(work: StepRun, plan: QuantizePlan, settings: RTNSettings) -> StepResult:
     return StepResult(modules, streams.expected(plan.n_blocks))
 
 
+def _two_models(settings: RTNSettings) -> bool:
+    """Whether the original model runs beside the quantized one."""
+    return isinstance(settings, LearnSettings) or (isinstance(settings, GPTQSettings) and settings.asymmetric != "none")
+
+
+def _streams(settings: RTNSettings) -> tuple[str, ...]:
+    if not isinstance(settings, GPTQSettings):
+        return ()
+    return (CALIBRATION, REFERENCE) if _two_models(settings) else (CALIBRATION,)
+
+
+def _scratch(settings: RTNSettings) -> tuple[str, ...]:
+    return (INPUTS,) if isinstance(settings, LearnSettings) else ()
+
+
+def _forwards(settings: RTNSettings) -> float:
+    if isinstance(settings, LearnSettings):
+        return 3 + 3 * settings.epochs
+    return 2 if _two_models(settings) else 1
+
+
 def _quantize_block(
     work: StepRun,
     skeleton: Skeleton,
+    original: Skeleton | None,
     index: int,
     streams: BlockStreams,
     chosen: set[str],
@@ -148,9 +190,27 @@ def _quantize_block(
 ) -> list[QuantizedLayer]:
     mine = [linear for group in skeleton.layout.blocks[index] for linear in group if linear.name in chosen]
     storage = STORAGE[work.checkpoint.dtypes[(mine or plan.selection.chosen)[0].place.tensor]]
-    if isinstance(settings, GPTQSettings):
-        return gptq_block(skeleton, index, streams[CALIBRATION], mine, settings, storage, work.paused, plan.schemes)
-    return rtn_block(skeleton, mine, settings, storage, plan.schemes)
+    if not isinstance(settings, GPTQSettings):
+        return rtn_block(skeleton, mine, settings, storage, plan.schemes)
+    stream = streams[CALIBRATION]
+    if original is None:
+        return gptq_block(skeleton, index, stream, mine, settings, storage, work.paused, plan.schemes)
+    original.load_block(index)
+    reference = (original, streams[REFERENCE])
+    training = isinstance(settings, LearnSettings)
+    if training:
+        streams[INPUTS].buffer.copy_(stream.buffer)
+    beside = reference if settings.asymmetric != "none" else None
+    layers = gptq_block(skeleton, index, stream, mine, settings, storage, work.paused, plan.schemes, beside)
+    if beside is None:
+        run_block(original, index, streams[REFERENCE])
+    if training:
+        inputs, targets = streams[INPUTS].hidden, streams[REFERENCE].hidden
+        layers = learned_block(skeleton, index, layers, original, inputs, targets, settings)
+        for batch, hidden in enumerate(inputs):
+            stream.replace(batch, skeleton.run_block(index, hidden.to(skeleton.device)))
+    original.free_block(index)
+    return layers
 
 
 def _write_block(

@@ -33,6 +33,9 @@ class Prepared:
     side_files: Mapping[str, bytes | Path | None] = field(default_factory=dict)  # content, a copy, or (None) left out
     token_map: tuple[int, ...] | None = None  # for every token id of the input: its id in the output, -1 when dropped
     shard_bytes: int | None = None  # another size of the output's files than the recipe's
+    streams: int = 1  # hidden states of the calibration text that it keeps
+    forwards: float = 1.0  # of each block over the calibration text, a backward counted as two
+    working_blocks: int = 0  # what it holds beside a block's weights, in blocks of float32
 
     def tokens_after(self, ids: Tensor) -> Tensor:
         """Token ids as the output numbers them; -1 for dropped ones."""
@@ -104,7 +107,8 @@ class StepKind:
     paths: tuple[str, ...] = ()  # settings that are paths, or lists of mappings with paths under the same key
     settle: Callable[[StepRun, Any, Any], BaseModel | None] | None = None
     """For a step whose plan depends on data: decide, before `run`. The settings with the decision written out, of
-    which `prepare` is asked again; None when nothing was left to decide. Shapes of the output may not depend on it."""
+    which `prepare` is asked again; None when nothing was left to decide. What `prepare` plans before must be at least as
+    large, and refuse all that can be refused; shapes may only depend on it in the last step."""
 
 
 def never(settings: Any) -> bool:

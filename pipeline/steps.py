@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..lora.settings import MergeSettings
-from ..quant.settings import GPTQSettings, RTNSettings
+from ..quant.settings import AllocateSettings, GPTQSettings, LearnSettings, RTNSettings
 from ..surgery.cast import CastSettings, ReshardSettings
 from ..surgery.fold_norms import FoldNormsSettings
 from ..surgery.fuse import FuseSettings, UnfuseSettings
@@ -13,16 +13,45 @@ from ..surgery.rescale_residual import RescaleResidualSettings
 from ..surgery.retie import RetieSettings
 from ..surgery.rope_scaling import RopeScalingSettings
 from ..surgery.rotary import RotarySettings
+from ..surgery.rotate import RotateSettings
 from ..surgery.spectra import SpectraSettings
 from ..surgery.untie import UntieSettings
 from ..surgery.vocabulary import VocabularySettings
-from . import cast, fuse, layers, lora_merge, quantize, retie, rewrite, rope_scaling, spectra, untie, vocabulary
+from . import (
+    allocate,
+    cast,
+    fuse,
+    layers,
+    lora_merge,
+    quantize,
+    retie,
+    rewrite,
+    rope_scaling,
+    rotate,
+    spectra,
+    untie,
+    vocabulary,
+)
 from .step import StepKind, always, never
 
 STEPS: dict[str, StepKind] = {
     "untie": StepKind(UntieSettings, "give a tied head its own copy", never, False, untie.prepare, untie.run),
     "rtn": StepKind(RTNSettings, "round to nearest", never, True, quantize.prepare, quantize.run, quantize.rehearsal),
     "gptq": StepKind(GPTQSettings, "GPTQ", always, True, quantize.prepare, quantize.run, quantize.rehearsal),
+    "learn": StepKind(
+        LearnSettings, "GPTQ with trained rounding", always, True, quantize.prepare, quantize.run, quantize.rehearsal
+    ),
+    "allocate": StepKind(
+        AllocateSettings,
+        "widths per layer under a budget, then GPTQ",
+        always,
+        True,
+        allocate.prepare,
+        allocate.run,
+        allocate.rehearsal,
+        settle=allocate.settle,
+    ),
+    "rotate": StepKind(RotateSettings, "rotate the residual stream, exactly", never, False, rotate.prepare, rotate.run),
     "lora.merge": StepKind(
         MergeSettings,
         "merge LoRA adapters",

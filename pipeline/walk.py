@@ -217,8 +217,15 @@ class BlockStreams:
     """
 
     def __init__(
-        self, work: StepRun, skeleton: Skeleton, names: tuple[str, ...] = (), probes: tuple[str, ...] = ()
+        self,
+        work: StepRun,
+        skeleton: Skeleton,
+        names: tuple[str, ...] = (),
+        probes: tuple[str, ...] = (),
+        scratch: tuple[str, ...] = (),
     ) -> None:
+        """`names`: streams over the calibration text. `probes`: further ones over the probe. `scratch`: room for hidden
+        states of the calibration text within a block; not embedded, not saved."""
         self.work, self.skeleton = work, skeleton
         self.at = -1  # block whose outputs the streams hold; -1: embeddings
         self.embedder: dict[str, Skeleton] = {}
@@ -228,14 +235,16 @@ class BlockStreams:
         self.probe = Stream.empty(skeleton, [work.probe])
         self._probes = {name: Stream.empty(skeleton, [work.probe]) for name in probes}
         self._calibrated: dict[str, Stream] = {}
-        for name in names:
+        self._scratch: dict[str, Stream] = {}
+        for name in (*names, *scratch):
             assert work.text is not None
             ids = torch.from_numpy(work.text.ids).split(work.batch)
             spill = work.staging.work / f"{work.key}-{name}-hidden.bin"
-            self._calibrated[name] = Stream.empty(skeleton, ids, work.budget // len(names), spill)
+            stream = Stream.empty(skeleton, ids, work.budget // len((*names, *scratch)), spill)
+            (self._calibrated if name in names else self._scratch)[name] = stream
 
     def __getitem__(self, name: str) -> Stream:
-        return self._calibrated[name] if name in self._calibrated else self._probes[name]
+        return (self._calibrated | self._scratch | self._probes)[name]
 
     def _all(self) -> Iterator[tuple[str, Stream]]:
         yield "probe", self.probe
@@ -255,18 +264,19 @@ class BlockStreams:
                 stream.restore(self._file(name, block))
         self._started, self.at = True, block
 
-    def save(self, block: int, writer: ShardWriter, entry: dict[str, Any]) -> None:
-        """Put what block `block` left on disk and journal it, while the next block computes."""
+    def save(self, block: int, writer: ShardWriter | None, entry: dict[str, Any]) -> None:
+        """Put what block `block` left, and `writer` wrote, on disk and journal it, while the next block computes."""
         self.wait()
         self.at = block
         self._saving = self._saver.submit(self._save, block, writer, entry)
         for _, stream in self._all():
             stream.saving = self._saving
 
-    def _save(self, block: int, writer: ShardWriter, entry: dict[str, Any]) -> None:
+    def _save(self, block: int, writer: ShardWriter | None, entry: dict[str, Any]) -> None:
         for name, stream in self._all():
             stream.save(self._file(name, block))
-        writer.sync()
+        if writer is not None:
+            writer.sync()
         self.work.staging.record(entry)
         self._forget(block - 1)
 
@@ -284,6 +294,7 @@ class BlockStreams:
     def expected(self, n_blocks: int) -> Tensor:
         """Logits [B, T, vocab] of the probe after `verify_blocks` blocks, computed from the weights in memory."""
         self._calibrated.clear()  # nothing of it is needed any more
+        self._scratch.clear()
         release_memory()
         return self.logits("probe", self.skeleton, min(self.work.verify_blocks, n_blocks))
 

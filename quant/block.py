@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..calibrate.replay import Stream, staged_block
 from ..calibrate.skeleton import Skeleton
-from ..calibrate.statistics import SecondMoment
+from ..calibrate.statistics import Deviation, SecondMoment
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear
 from .gptq import GPTQOptions, GPTQResult, gptq, output_error
+from .learn import LearnOptions, Start, learn
 from .rtn import rtn
 from .scheme import Quantized, Scheme, split_rows
-from .settings import GPTQSettings, RTNSettings
+from .settings import GPTQSettings, LearnSettings, RTNSettings
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class ModuleRecord:
     damp_retries: int = 0
     dead_columns: int = 0
     fallback: str | None = None  # why it is not what was asked for
+    block_error: tuple[float, float] | None = None  # of its block's outputs on held-out text, before and after training
 
 
 @dataclass(frozen=True)
@@ -71,10 +74,13 @@ def gptq_block(
     storage: torch.dtype,
     paused: bool = True,
     schemes: Mapping[str, Scheme] | None = None,
+    reference: tuple[Skeleton, Stream] | None = None,
 ) -> list[QuantizedLayer]:
     """GPTQ on a loaded block, stage by stage; the stream then holds the quantized block's outputs.
 
-    `schemes`: layer -> its format, where it is not the settings' own.
+    `schemes`: layer -> its format, where it is not the settings' own. `reference`: the original model with its own stream
+    over the same tokens, for asymmetric calibration; its stream then holds its outputs. Experts are calibrated
+    symmetrically: the two models send other tokens to them.
     """
     names = {linear.name for linear in chosen}
     stages = [
@@ -83,53 +89,128 @@ def gptq_block(
         if (wanted := tuple(linear for linear in group if linear.name in names))
     ]
     layers: list[QuantizedLayer] = []
-    moments: dict[int | None, SecondMoment] = {}  # of the stage in hand, by expert
+    inputs: dict[int | None, _Inputs] = {}  # of the stage in hand, by expert
 
-    def observe(stage: int, inputs: Any) -> None:
-        expected = stages[stage][0].in_features
-        by_expert = enumerate(inputs) if isinstance(inputs, list) else [(None, inputs)]
-        for expert, x in by_expert:
-            if expert not in moments:
-                moments[expert] = SecondMoment.zeros(expected, getattr(torch, settings.hessian), skeleton.device)
-            moments[expert].add(x)
+    def observe(stage: int, x: Any, original: Any = None) -> None:
+        by_expert = enumerate(x) if isinstance(x, list) else [(None, x)]
+        for expert, part in by_expert:
+            if expert not in inputs:
+                width, dtype = stages[stage][0].in_features, getattr(torch, settings.hessian)
+                paired = original is not None and expert is None
+                inputs[expert] = _Inputs.zeros(width, dtype, skeleton.device, paired)
+            inputs[expert].add(part, original)
 
     def change(stage: int) -> None:
         together: dict[tuple[int | None, Scheme], list[Linear]] = {}
         for linear in stages[stage]:
             together.setdefault((linear.expert, _scheme(linear, settings, schemes)), []).append(linear)
         for (expert, scheme), linears in together.items():
-            layers.extend(_gptq_sharing_inputs(skeleton, linears, moments[expert], settings, scheme, storage))
-        moments.clear()
+            layers.extend(_gptq_sharing_inputs(skeleton, linears, inputs[expert], settings, scheme, storage))
+        inputs.clear()
 
-    staged_block(skeleton, index, stream, stages, observe, change, paused)
+    staged_block(skeleton, index, stream, stages, observe, change, paused, reference)
     return layers
+
+
+@dataclass
+class _Inputs:
+    """Statistics of what reaches a stage."""
+
+    moment: SecondMoment
+    deviation: Deviation | None  # from the original model's
+
+    @classmethod
+    def zeros(cls, width: int, dtype: torch.dtype, device: torch.device, paired: bool) -> _Inputs:
+        deviation = Deviation.zeros(width, dtype, device) if paired else None
+        return cls(SecondMoment.zeros(width, dtype, device), deviation)
+
+    def add(self, x: Tensor, original: Any) -> None:
+        self.moment.add(x)
+        if self.deviation is not None:
+            self.deviation.add(x, original)
 
 
 def _gptq_sharing_inputs(
     skeleton: Skeleton,
     linears: Sequence[Linear],
-    moment: SecondMoment,
+    inputs: _Inputs,
     settings: GPTQSettings,
     scheme: Scheme,
     storage: torch.dtype,
 ) -> list[QuantizedLayer]:
     """Layers with the same inputs share H, so their rows go through GPTQ together; rows do not feel one another."""
     weights = [_weight(skeleton, linear) for linear in linears]
-    hessian = moment.hessian()
+    hessian = inputs.moment.hessian()
     if not bool(torch.isfinite(hessian.diagonal()).all()):  # an entry is at most the root of its two diagonals' product
         raise SutureError(
             f"{linears[0].name}: its inputs on the calibration text hold NaN or values too large for float32",
             "a layer before it overflows: check the checkpoint",
         )
-    options = GPTQOptions(scheme, settings.damp, actorder=settings.actorder == "static", search=settings.range_search)
-    result = gptq(torch.cat(weights), hessian, options, storage)
+    options = GPTQOptions(
+        scheme,
+        settings.damp,
+        actorder=settings.actorder,
+        search=settings.range_search,
+        asymmetric=settings.asymmetric,
+        alpha=settings.alpha,
+    )
+    deviation = None if inputs.deviation is None else inputs.deviation.mean()
+    result = gptq(torch.cat(weights), hessian, options, storage, deviation)
     parts = split_rows(result.quantized, [linear.out_features for linear in linears])
     layers = []
     for linear, weight, part in zip(linears, weights, parts, strict=True):
         dense = part.dequantize()
-        record = _gptq_record(result, weight, dense, hessian, moment.tokens)
+        record = _gptq_record(result, weight, dense, hessian, inputs.moment.tokens)
         layers.append(_finish(skeleton, linear, part, dense, record))
     return layers
+
+
+def learned_block(
+    skeleton: Skeleton,
+    index: int,
+    layers: Sequence[QuantizedLayer],
+    original: Skeleton,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    settings: LearnSettings,
+) -> list[QuantizedLayer]:
+    """Train the rounding of a block that GPTQ has been through; its modules then hold the trained weights.
+
+    `original`: the model with the block's original weights loaded. `inputs`: hidden states [B, T, hidden] of the
+    calibration text before the block, from the quantized blocks before it; `targets`: the original block's outputs. Every
+    sequence is a step.
+    """
+    block, prefix = skeleton.block(index), skeleton.layout.block_prefix(index)
+    by_name = {layer.linear.name: layer.linear for layer in layers}
+
+    def forward(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+        dense = {
+            f"{by_name[name].module.removeprefix(prefix)}.weight": weight.T if by_name[name].conv1d else weight
+            for name, weight in weights.items()
+        }
+        given = skeleton.arguments(index, hidden.shape[0], hidden.shape[1])
+        out = functional_call(block, dense, (hidden, *given.args), dict(given.kwargs))
+        return out[0] if isinstance(out, tuple) else out
+
+    starts = {layer.linear.name: Start(_weight(original, layer.linear), layer.quantized) for layer in layers}
+    options = LearnOptions(
+        settings.epochs, settings.rate, settings.scale_rate, settings.lean, settings.held_out, settings.seed + index
+    )
+    windows = [[part for batch in stream for part in batch.split(1)] for stream in (inputs, targets)]
+    learned = learn(forward, starts, windows[0], windows[1], options)
+    trained = []
+    for layer in layers:
+        quantized = learned.quantized[layer.linear.name]
+        dense = quantized.dequantize()
+        record = replace(
+            layer.record,
+            method="learn" if layer.record.fallback is None else layer.record.method,
+            weight_error=_weight_error(starts[layer.linear.name].weight, dense),
+            output_error=None,  # GPTQ's was of other codes; what was trained for is the block's
+            block_error=(learned.before, learned.after),
+        )
+        trained.append(_finish(skeleton, layer.linear, quantized, dense, record))
+    return trained
 
 
 def _gptq_record(result: GPTQResult, weight: Tensor, dense: Tensor, hessian: Tensor, tokens: int) -> ModuleRecord:

@@ -8,15 +8,29 @@ For a linear layer with inputs x, rounding W to Ŵ costs tr(E H Eᵀ) per token,
     4. column i: q = round(w_i);  e = (w_i - q) / U_ii;  w_j -= e · U_ij  for j > i
     5. lazily:   in blocks of 32 columns; the columns after a block get its errors in one product
 
-Scales are fixed before step 4 from the original weights (*static groups*), so act-order needs no index at run time, and
-are chosen by an importance-weighted search (`grid.py`). Differences from the original code: dead columns (H_ii = 0) are
-rounded, not zeroed; the damping ignores them; scales are rounded to their storage dtype before they are used; a failed
-factorization raises λ and is recorded.
+Scales are fixed before step 4 from the weights (*static groups*), so act-order needs no index at run time, and are chosen
+by an importance-weighted search (`grid.py`). With the order `group`, columns are sorted within their groups and groups by
+their largest diag H: a group's columns stay together, and its scale is found when it is reached, from weights that have
+taken up the errors so far. Differences from the original code: dead columns (H_ii = 0) are rounded, not zeroed; the
+damping ignores them; scales are rounded to their storage dtype before they are used; a failed factorization raises λ and
+is recorded.
+
+**Asymmetric calibration.** x comes from the quantized layers before; in the original model the layer would see x̃. What
+should be small is then ‖Ŵx - Wx̃‖², which depends on the data through H and D = mean (x̃ - x) xᵀ:
+
+- *GPTAQ* (arXiv 2504.02692, eq. 15-18): with P = triu(D Uᵀ, 1) U, step 4 becomes w_j += -e · U_ij + w_i · P_ij: each column
+  hands on what its own input's deviation costs.
+- *Qronos* (arXiv 2505.11695): the first column is rounded to minimize the cost while the others are as they were,
+  q = round(w_0 + (W D)_0 / H_00), and the others then solve the least-squares problem that is left. Without the
+  constraint its solution is W + W D H⁻¹; step 4 from there, with that first q, gives the same.
+
+D may be scaled by α: it is an estimate from few tokens. α = 0, or x̃ = x, is plain GPTQ.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -35,8 +49,10 @@ class GPTQOptions:
     scheme: Scheme
     damp: float = 0.01  # share of the mean of diag H
     damp_limit: float = 0.3  # damp doubles up to here when the factorization fails
-    actorder: bool = True
+    actorder: Literal["static", "group", "none"] = "static"
     search: Search | None = field(default_factory=Search)
+    asymmetric: Literal["none", "gptaq", "qronos"] = "none"
+    alpha: float = 1.0  # share of D that counts
 
 
 @dataclass(frozen=True)
@@ -50,26 +66,60 @@ class GPTQResult:
     dead: int  # columns that no token touched
 
 
-def gptq(weight: Tensor, hessian: Tensor, options: GPTQOptions, dtype: torch.dtype) -> GPTQResult:
+def gptq(
+    weight: Tensor, hessian: Tensor, options: GPTQOptions, dtype: torch.dtype, deviation: Tensor | None = None
+) -> GPTQResult:
     """Quantize weight [out, in] (float) under hessian [in, in]; scales are stored as `dtype`.
 
-    Runs in the hessian's dtype (float32 or float64). Rows are independent: weights that share their inputs may be
-    stacked.
+    `deviation`: D [in, in], for asymmetric calibration. Runs in the hessian's dtype (float32 or float64). Rows are
+    independent: weights that share their inputs may be stacked.
     """
     W, H = weight.to(hessian.dtype), hessian
     h = torch.diagonal(H)
     dead = h == 0
     live = ~dead
-    grid = find_grid(W, options.scheme, dtype, _importance(h, live), options.search)
+    importance = _importance(h, live)
     if not bool(live.any()):
-        return GPTQResult(round_to_grid(W, grid), "rtn", options.damp, 0, int(dead.sum()))
-    order = torch.argsort(h, descending=True, stable=True) if options.actorder else torch.arange(len(h))
+        return _rounded(W, find_grid(W, options.scheme, dtype, importance, options.search), options.damp, 0, dead)
+    order = _order(h, options)
     factored = _inverse_factor(H.index_select(0, order).index_select(1, order), options, float(h[live].mean()))
     if factored is None:
-        return GPTQResult(round_to_grid(W, grid), "rtn", options.damp_limit, _max_retries(options), int(dead.sum()))
+        grid = find_grid(W, options.scheme, dtype, importance, options.search)
+        return _rounded(W, grid, options.damp_limit, _max_retries(options), dead)
     U, damp, retries = factored
-    codes = _round_columns(W.index_select(1, order), U, grid, _group_of(options.scheme, order))
-    return GPTQResult(grid.quantized(codes[:, torch.argsort(order)]), "gptq", damp, retries, int(dead.sum()))
+    W = W.index_select(1, order)
+    P, first = None, None
+    if deviation is not None and options.asymmetric != "none":
+        D = options.alpha * deviation.to(H.dtype).index_select(0, order).index_select(1, order)
+        if options.asymmetric == "gptaq":
+            P = torch.triu(D @ U.T, 1) @ U
+        else:
+            top = h[order[0]] + damp * h[live].mean()
+            first = W[:, 0] + W @ D[:, 0] / top
+            W = W + ((W @ D) @ U.T) @ U
+    back = torch.argsort(order)
+    dynamic = options.actorder == "group"
+    grid = find_grid(W[:, back], options.scheme, dtype, importance, None if dynamic else options.search)
+    search = _GroupSearch(importance[order], dtype, options.search) if dynamic else None
+    codes = _round_columns(W, U, grid, _group_of(options.scheme, order), P, first, search)
+    return GPTQResult(grid.quantized(codes[:, back]), "gptq", damp, retries, int(dead.sum()))
+
+
+def _rounded(W: Tensor, grid: Grid, damp: float, retries: int, dead: Tensor) -> GPTQResult:
+    return GPTQResult(round_to_grid(W, grid), "rtn", damp, retries, int(dead.sum()))
+
+
+def _order(h: Tensor, options: GPTQOptions) -> Tensor:
+    """Columns in visiting order."""
+    n = len(h)
+    if options.actorder == "static":
+        return torch.argsort(h, descending=True, stable=True)
+    if options.actorder == "none":
+        return torch.arange(n, device=h.device)
+    width = options.scheme.width(n)
+    inside = torch.argsort(h.view(-1, width), dim=1, descending=True, stable=True)
+    groups = torch.argsort(h.view(-1, width).amax(1), descending=True, stable=True)
+    return (inside + width * torch.arange(n // width, device=h.device)[:, None])[groups].flatten()
 
 
 def _importance(h: Tensor, live: Tensor) -> Tensor:
@@ -122,11 +172,31 @@ def _lower_inverse(L: Tensor) -> Tensor:
     return inverse
 
 
-def _round_columns(W: Tensor, U: Tensor, grid: Grid, group: Tensor) -> Tensor:
+@dataclass(frozen=True)
+class _GroupSearch:
+    """Finds a group's scale when its first column is reached."""
+
+    importance: Tensor  # [in], in visiting order
+    dtype: torch.dtype
+    search: Search | None
+
+
+def _round_columns(
+    W: Tensor,
+    U: Tensor,
+    grid: Grid,
+    group: Tensor,
+    P: Tensor | None = None,
+    first: Tensor | None = None,
+    search: _GroupSearch | None = None,
+) -> Tensor:
     """Codes [out, in] for the columns of W in visiting order. Works on Wᵀ, whose rows are contiguous.
 
     Within a block E holds w_i - q_i, and the factor's rows are divided by U_ii instead: fewer passes over each column.
     A column's error goes to its whole block, with weight 0 to the columns that are done: fewer views to make.
+
+    `first` [out]: what is rounded in the first column's stead. With `search` the grid is overwritten group by group; a
+    group's columns must then be next to one another.
     """
     n, levels = W.shape[1], grid.scheme.levels
     w = W.T.contiguous()  # [in, out]
@@ -134,20 +204,49 @@ def _round_columns(W: Tensor, U: Tensor, grid: Grid, group: Tensor) -> Tensor:
     groups = group.tolist()
     U = U / torch.diagonal(U)[:, None]
     codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
-    for a in range(0, n, BLOCK):
-        b = min(a + BLOCK, n)
+    for a, b in _blocks(n, None if search is None else grid.scheme.width(n)):
         block, E, Q = w[a:b], torch.empty_like(w[a:b]), torch.empty_like(w[a:b])
         corner = U[a:b, a:b].triu(1)
         rows = (block.unbind(), E.unbind(), Q.unbind(), corner.unbind(), groups[a:b])
-        for x, e, q, u, g in zip(*rows, strict=True):
+        for i, (x, e, q, u, g) in enumerate(zip(*rows, strict=True), start=a):
+            if search is not None and (i == 0 or groups[i - 1] != g):
+                _find_group(w, i, g, grid, search, scale[g], zero[g])
             s, z = scale[g], zero[g]
-            torch.addcdiv(z, x, s, out=q).round_().clamp_(0, levels)
+            wanted = first if first is not None and i == 0 else x
+            torch.addcdiv(z, wanted, s, out=q).round_().clamp_(0, levels)
             torch.sub(q, z, out=e)
             torch.addcmul(x, e, s, value=-1, out=e)
+            if P is not None:
+                block.addr_(P[i, a:b], x.clone())
             block.addr_(u, e, alpha=-1)
         codes[a:b] = Q
         w[b:].addmm_(U[a:b, b:].T, E, alpha=-1)
+        if P is not None:
+            w[b:].addmm_(P[a:b, b:].T, block)
     return codes.T.contiguous()
+
+
+def _blocks(n: int, width: int | None) -> list[tuple[int, int]]:
+    """Runs of at most `BLOCK` columns. With `width`, a group never begins in one and ends in another unless it fills
+    both: its scale must be found from columns that have taken up every error before it."""
+    if width is None or width == n or BLOCK % width == 0:
+        starts = range(0, n, BLOCK)
+        return [(a, min(a + BLOCK, n)) for a in starts]
+    step = width if width > BLOCK else BLOCK // width * width
+    bounds = [(a, min(a + step, n)) for a in range(0, n, step)]
+    return [(c, min(c + BLOCK, b)) for a, b in bounds for c in range(a, b, BLOCK)]
+
+
+def _find_group(w: Tensor, at: int, k: int, grid: Grid, search: _GroupSearch, scale: Tensor, zero: Tensor) -> None:
+    """Scale and zero points [out] of group `k`, whose columns begin at row `at` of w [in, out], into the grid and `scale`,
+    `zero`."""
+    width = grid.scheme.width(len(w))
+    alone = Scheme(grid.scheme.bits, -1, grid.scheme.symmetric)
+    columns, importance = w[at : at + width].T, search.importance[at : at + width]
+    found = find_grid(columns.contiguous(), alone, search.dtype, importance, search.search)
+    grid.scale[:, k], grid.zero[:, k] = found.scale[:, 0], found.zero[:, 0]
+    scale.copy_(found.scale[:, 0])
+    zero.copy_(found.zero[:, 0])
 
 
 def output_error(weight: Tensor, dequantized: Tensor, hessian: Tensor) -> float:
@@ -155,3 +254,10 @@ def output_error(weight: Tensor, dequantized: Tensor, hessian: Tensor) -> float:
     W, E = weight.to(hessian.dtype), (weight.to(hessian.dtype) - dequantized.to(hessian.dtype))
     cost, size = ((E @ hessian) * E).sum(dtype=torch.float64), ((W @ hessian) * W).sum(dtype=torch.float64)
     return float((cost.clamp(min=0) / size).sqrt()) if float(size) > 0 else 0.0
+
+
+def asymmetric_cost(weight: Tensor, dense: Tensor, hessian: Tensor, deviation: Tensor) -> float:
+    """mean ‖Ŵx - Wx̃‖² - mean ‖W(x̃ - x)‖², which differ from the first by what no Ŵ changes. float64."""
+    W, H, D = weight.double(), hessian.double(), deviation.double()
+    E = dense.double() - W
+    return float(((E @ H) * E).sum() - 2 * ((W @ D) * E).sum())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .grid import Search
 from .scheme import Scheme
@@ -59,7 +59,50 @@ class GPTQSettings(RTNSettings):
     """GPTQ: needs calibration text."""
 
     damp: float = Field(0.01, gt=0, lt=1, description="share of the mean of diag H added to it; doubled on failure")
-    actorder: Literal["static", "none"] = Field(
-        "static", description="visit columns by falling diag H, with group scales fixed before"
+    actorder: Literal["static", "group", "none"] = Field(
+        "static",
+        description="columns by falling diag H, group scales fixed before; group: groups by their largest diag H, each "
+        "scale found when its group is reached; none: as they come",
     )
     hessian: Literal["float32", "float64"] = Field("float32", description="precision of H and of the rounding loop")
+    asymmetric: Literal["none", "gptaq", "qronos"] = Field(
+        "none", description="aim at the outputs that the original model's inputs would give, by GPTAQ or Qronos"
+    )
+    alpha: float = Field(
+        1.0, gt=0, le=1, description="share of the inputs' deviation that asymmetric calibration counts"
+    )
+
+
+class LearnSettings(GPTQSettings):
+    """GPTQ, then training of each block's rounding and scales towards the original block's outputs."""
+
+    epochs: int = Field(4, ge=1, description="passes over the calibration text in each block")
+    rate: float = Field(0.02, gt=0, description="learning rate of the weights, in codes per step")
+    scale_rate: float = Field(
+        0.005, gt=0, description="learning rate of the scales, each relative to its start, per step"
+    )
+    lean: float = Field(
+        0.5, ge=0, lt=1, description="how far weights start from GPTQ's codes towards the original ones"
+    )
+    held_out: float = Field(0.125, gt=0, lt=1, description="share of the calibration sequences that choose the epoch")
+    seed: int = Field(0, ge=0, description="order of the sequences")
+
+
+class AllocateSettings(GPTQSettings):
+    """Widths per layer under a budget, by measured sensitivity; then GPTQ. Layers with a rule keep its format."""
+
+    average_bits: float = Field(gt=2, le=9, description="budget: bits per quantized weight, scales counted")
+    bits: int = Field(8, ge=2, le=8, description="most bits that a layer may get")
+    fewest: int = Field(2, ge=2, le=8, description="fewest bits that a layer may get")
+    chosen: dict[str, int] = Field({}, description="bits by layer, as an earlier run chose them; empty: measure")
+
+    @model_validator(mode="after")
+    def _a_range(self) -> AllocateSettings:
+        if self.fewest >= self.bits:
+            raise ValueError(f"fewest ({self.fewest}) must be below bits ({self.bits}), the most")
+        return self
+
+    @property
+    def widths(self) -> list[int]:
+        """Bits to choose from: the ends, and 3, 4 and 6 between them."""
+        return sorted({self.fewest, self.bits} | {bits for bits in (3, 4, 6) if self.fewest < bits < self.bits})

@@ -56,8 +56,8 @@ def select(layout: ModelLayout, targets: Sequence[str], ignore: Sequence[str]) -
     return Selection(chosen, skipped)
 
 
-def assign_schemes(layout: ModelLayout, selection: Selection, settings: RTNSettings) -> dict[str, Scheme]:
-    """Layer -> format. The first rule that matches a layer counts; a rule that no layer is left for is an error."""
+def ruled_schemes(layout: ModelLayout, selection: Selection, settings: RTNSettings) -> dict[str, Scheme]:
+    """Layer -> format, of those that a rule is for: the first that matches a layer. A rule that gets no layer is an error."""
     schemes: dict[str, Scheme] = {}
     for i, rule in enumerate(settings.rules):
         key = f"rules[{i}].match"
@@ -69,7 +69,7 @@ def assign_schemes(layout: ModelLayout, selection: Selection, settings: RTNSetti
                 f"{key}: all that '{rule.match}' matches has a rule before it", "put the narrower rule first"
             )
         schemes |= dict.fromkeys(matched - schemes.keys(), settings.ruled(rule))
-    return {linear.name: schemes.get(linear.name, settings.scheme) for linear in selection.chosen}
+    return schemes
 
 
 def _kept(layout: ModelLayout) -> set[str]:

@@ -53,7 +53,7 @@ def column_by_column(W, H, options, dtype):
     W, n = W.double().clone(), W.shape[1]
     h = H.double().diagonal()
     grid = find_grid(W, options.scheme, dtype, h, options.search)
-    order = sorted(range(n), key=lambda j: -float(h[j])) if options.actorder else range(n)
+    order = sorted(range(n), key=lambda j: -float(h[j])) if options.actorder == "static" else range(n)
     inverse = torch.linalg.inv(H.double() + options.damp * h.mean() * torch.eye(n, dtype=F64))
     codes = torch.zeros(W.shape, dtype=torch.uint8)
     width = options.scheme.width(n)
@@ -83,7 +83,7 @@ def test_c12_lazy_blocks_equal_the_column_by_column_reference(scheme, actorder, 
     """float64; a wrong block update or a stale group would move many codes."""
     for seed in range(3):
         W, H = weight(seed), hessian(inputs(seed))
-        options = GPTQOptions(scheme, damp=0.01, actorder=actorder, search=search)
+        options = GPTQOptions(scheme, damp=0.01, actorder="static" if actorder else "none", search=search)
         result = gptq(W, H, options, torch.bfloat16)
         expected = column_by_column(W, H, options, torch.bfloat16)
         assert torch.equal(result.quantized.codes, expected)
@@ -105,7 +105,7 @@ def test_c12_the_reference_is_met_at_every_block_boundary(width):
 @pytest.mark.parametrize("actorder", [True, False])
 def test_with_uncorrelated_inputs_of_one_size_gptq_is_rounding(scheme, actorder):
     W, H = weight(), 3.0 * torch.eye(IN, dtype=F64)
-    result = gptq(W, H, GPTQOptions(scheme, actorder=actorder), torch.bfloat16)
+    result = gptq(W, H, GPTQOptions(scheme, actorder="static" if actorder else "none"), torch.bfloat16)
     plain = rtn(W, scheme, torch.bfloat16, torch.full((IN,), 3.0), Search())
     assert result.method == "gptq"
     assert torch.equal(result.quantized.codes, plain.codes)
@@ -130,7 +130,9 @@ def test_c11_act_order_keeps_each_columns_group(actorder):
     """Static groups: column i belongs to group i // size, in whatever order columns are visited."""
     scheme = Scheme(4, 32, symmetric=False)
     W, H = weight(4), hessian(inputs(4))
-    result = gptq(W, H, GPTQOptions(scheme, actorder=actorder, search=None), torch.bfloat16).quantized
+    result = gptq(
+        W, H, GPTQOptions(scheme, actorder="static" if actorder else "none", search=None), torch.bfloat16
+    ).quantized
     grid = find_grid(W, scheme, torch.bfloat16)
     assert torch.equal(result.scale, grid.scale.to(torch.bfloat16))
     assert torch.equal(result.zero, grid.zero.to(torch.uint8))
@@ -144,8 +146,8 @@ def test_act_order_is_the_same_as_permuting_the_columns_before():
     W, H = weight(5), hessian(inputs(5))
     order = torch.argsort(H.diagonal(), descending=True, stable=True)
     scheme = Scheme(3, -1)  # with groups a permutation would change the groups
-    sorted_before = gptq(W[:, order], H[order][:, order], GPTQOptions(scheme, actorder=False), torch.bfloat16)
-    inside = gptq(W, H, GPTQOptions(scheme, actorder=True), torch.bfloat16)
+    sorted_before = gptq(W[:, order], H[order][:, order], GPTQOptions(scheme, actorder="none"), torch.bfloat16)
+    inside = gptq(W, H, GPTQOptions(scheme, actorder="static"), torch.bfloat16)
     assert torch.equal(inside.quantized.codes[:, order], sorted_before.quantized.codes)
     assert torch.equal(inside.quantized.scale, sorted_before.quantized.scale)
 
@@ -157,7 +159,9 @@ def test_act_order_makes_up_for_a_bad_order():
         x = inputs(seed, shared=0.9)
         x = x / x.std(0) * torch.linspace(0.1, 5, IN, dtype=F64)
         W, H = weight(seed), hessian(x)
-        a, b = (gptq(W, H, GPTQOptions(Scheme(3, -1), actorder=a), torch.bfloat16).quantized for a in (True, False))
+        a, b = (
+            gptq(W, H, GPTQOptions(Scheme(3, -1), actorder=a), torch.bfloat16).quantized for a in ("static", "none")
+        )
         ratios.append(loss(W, exact(a), H) / loss(W, exact(b), H))
     assert sum(ratios) / len(ratios) < 0.8
 
@@ -190,7 +194,9 @@ def test_a_weight_on_its_grid_is_returned_exactly(actorder, group):
     codes = torch.randint(0, 16, (OUT, IN), generator=generator)
     codes[:, 0::width], codes[:, 1::width] = 0, 15  # each group reaches both ends, so that its grid can be found again
     W = (codes.double() - 6) * 0.125
-    result = gptq(W, hessian(inputs(8)), GPTQOptions(scheme, actorder=actorder), torch.bfloat16).quantized
+    result = gptq(
+        W, hessian(inputs(8)), GPTQOptions(scheme, actorder="static" if actorder else "none"), torch.bfloat16
+    ).quantized
     assert torch.equal(result.codes.long(), codes)
     assert torch.equal(result.dequantize().double(), W)
 
@@ -205,7 +211,7 @@ def test_c5_dead_columns_are_rounded_not_zeroed(scheme, actorder):
     dead = [3, 64, 65, 159]
     x[:, dead] = 0
     W = weight(9)
-    result = gptq(W, hessian(x), GPTQOptions(scheme, actorder=actorder), torch.bfloat16)
+    result = gptq(W, hessian(x), GPTQOptions(scheme, actorder="static" if actorder else "none"), torch.bfloat16)
     assert result.dead == 4 and result.method == "gptq"
     q = result.quantized
     grid = find_grid(W, scheme, torch.bfloat16)
@@ -311,7 +317,7 @@ def test_b17_strange_weights_and_hessians_leave_nothing_undefined():
 def test_the_inputs_of_gptq_are_left_alone():
     W, H = weight().float(), hessian(inputs()).float()
     before = W.clone(), H.clone()
-    gptq(W, H, GPTQOptions(Scheme(4, 32), actorder=False), torch.bfloat16)
+    gptq(W, H, GPTQOptions(Scheme(4, 32), actorder="none"), torch.bfloat16)
     assert torch.equal(W, before[0]) and torch.equal(H, before[1])
 
 
