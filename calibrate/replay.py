@@ -199,10 +199,13 @@ class _Lane:
     def _forward(self, hidden: Tensor) -> Tensor:
         return self.skeleton.run_block(self.index, hidden.to(self.skeleton.device))
 
+    def _resume(self, batch: int) -> Any:
+        run = self.forwards[batch]
+        return run.switch() if run else run.switch(self.stream.hidden[batch])
+
     def go(self, batch: int, stage: int) -> Any:
         """Let a batch's forward run to its next stop, which must be `stage`; its inputs there."""
-        run = self.forwards[batch]
-        arrived = run.switch() if run else run.switch(self.stream.hidden[batch])
+        arrived = self._resume(batch)
         if not isinstance(arrived, tuple) or arrived[0] != stage:
             found = f"stage {arrived[0]}" if isinstance(arrived, tuple) else "the block's end"
             raise SutureError(f"block {self.index}: the forward came to {found} where stage {stage} was expected")
@@ -210,7 +213,7 @@ class _Lane:
 
     def finish(self, batch: int) -> None:
         """Let a batch's forward run to its end, and put its outputs into the stream."""
-        out = self.forwards[batch].switch()
+        out = self._resume(batch)
         assert isinstance(out, Tensor)
         self.stream.replace(batch, out)
 
