@@ -48,7 +48,21 @@ def print_plan(plan: dict[str, Any]) -> None:
         ("output", plan["output"]),
     ]
     _pairs("plan", rows)
+    for step in plan["steps"]:
+        _print_portability(step["step"], step["portability"])
     _warn(plan["warnings"])
+
+
+def _print_portability(step: str, matrix: list[dict[str, str]]) -> None:
+    """What becomes of each of the source's features, by target."""
+    if not matrix:
+        return
+    table = Table(title=f"where the output of {step} runs", title_justify="left")
+    for heading in matrix[0]:
+        table.add_column(heading.replace("_", " "), overflow="fold")
+    for row in matrix:
+        table.add_row(*row.values())
+    _console().print(table)
 
 
 def print_steps(content: dict[str, Any]) -> None:
@@ -74,7 +88,7 @@ def print_run(run: Run) -> None:
     verification = run.manifest["verification"]
     if run.report is not None:
         table = Table(title="perplexity on identical held-out tokens", title_justify="left")
-        for heading in ("", "base", "quantized" if run.manifest["modules"] else "output", "ratio"):
+        for heading in ("", "base", "quantized" if _quantized(run) else "output", "ratio"):
             table.add_column(heading, no_wrap=True)
         compared = run.report.perplexity
         row = [interval(x.ppl, x.low, x.high, 2) for x in (compared.base, compared.new)]
@@ -85,12 +99,11 @@ def print_run(run: Run) -> None:
             f"{compared.log.cluster}s, paired {100 * compared.log.level:g} % interval"
         )
         _console().print(table)
-    modules = run.manifest["modules"]
     rows = [
         ("weights", f"{megabytes(run.plan.checkpoint.nbytes)} → {megabytes(run.plan.steps[-1].shards.nbytes)}"),
         (
             "layers",
-            f"{len(modules)} quantized, {len(run.manifest['skipped_layers'])} left, {len(run.fallbacks)} fallbacks",
+            f"{_quantized(run)} quantized, {len(run.manifest['skipped_layers'])} left, {len(run.fallbacks)} fallbacks",
         ),
         ("time", ", ".join(f"{part} {seconds:.1f} s" for part, seconds in run.seconds.items())),
         ("output", str(run.output)),
@@ -119,6 +132,10 @@ def _receipts(run: Run) -> list[tuple[str, str]]:
         if figures:
             rows.append((f"{receipt['step']} receipt", ", ".join(figures)))
     return rows
+
+
+def _quantized(run: Run) -> int:
+    return sum("bits" in record for record in run.manifest["modules"].values())
 
 
 def print_inspection(facts: dict[str, Any]) -> None:

@@ -360,6 +360,7 @@ def describe(plan: Plan) -> dict[str, Any]:
                 "copied": sum(a.action == "copied" for a in step.prepared.accounts.values()),
                 "dropped": sum(a.action == "dropped" for a in step.prepared.accounts.values()),
                 "bytes": step.shards.nbytes,
+                "portability": list(step.prepared.portability),
             }
             for step in plan.steps
         ],

@@ -436,7 +436,7 @@ def _finish(
         "config_edits": _config_edits(plan.checkpoint.config, plan.steps[-1].prepared.config),
         "side_files": sorted(_side_files(plan)),
         "side_file_edits": _side_file_edits(plan),
-        "receipts": [{"step": step.name, **result.receipt} for step, result in zip(plan.steps, results, strict=True)],
+        "receipts": [_receipt(step, result) for step, result in zip(plan.steps, results, strict=True)],
         "modules": modules,
         "skipped_layers": dict(plan.steps[-1].prepared.skipped) if modules else {},
         "fallbacks": {name: record["fallback"] for name, record in modules.items() if record.get("fallback")}
@@ -448,6 +448,12 @@ def _finish(
     }
     write_whole(staging.model / MANIFEST, to_json(manifest))
     return manifest
+
+
+def _receipt(step: PlannedStep, result: StepResult) -> dict[str, Any]:
+    """What was proved or measured of a step, and where its output runs as what it is."""
+    matrix = step.prepared.portability
+    return {"step": step.name, **result.receipt, **({"portability": list(matrix)} if matrix else {})}
 
 
 def _recipe_record(plan: Plan) -> dict[str, Any]:

@@ -32,6 +32,7 @@ class Prepared:
     skipped: dict[str, str] = field(default_factory=dict)  # layers that the step could have changed -> why not
     side_files: Mapping[str, bytes | Path | None] = field(default_factory=dict)  # content, a copy, or (None) left out
     token_map: tuple[int, ...] | None = None  # for every token id of the input: its id in the output, -1 when dropped
+    portability: tuple[dict[str, str], ...] = ()  # per feature of the source: what becomes of it, by target
     shard_bytes: int | None = None  # another size of the output's files than the recipe's
     streams: int = 1  # hidden states of the calibration text that it keeps
     forwards: float = 1.0  # of each block over the calibration text, a backward counted as two

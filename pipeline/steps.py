@@ -8,6 +8,7 @@ from ..surgery.cast import CastSettings, ReshardSettings
 from ..surgery.fold_norms import FoldNormsSettings
 from ..surgery.fuse import FuseSettings, UnfuseSettings
 from ..surgery.layers import LayersSettings
+from ..surgery.mla import MLASettings
 from ..surgery.permute import PermuteSettings
 from ..surgery.rescale_residual import RescaleResidualSettings
 from ..surgery.retie import RetieSettings
@@ -23,6 +24,7 @@ from . import (
     fuse,
     layers,
     lora_merge,
+    mla,
     quantize,
     retie,
     rewrite,
@@ -35,6 +37,15 @@ from . import (
 from .step import StepKind, always, never
 
 STEPS: dict[str, StepKind] = {
+    "mla": StepKind(
+        MLASettings,
+        "latent attention, as a stock deepseek_v3",
+        mla.needs_text,
+        False,
+        mla.prepare,
+        mla.run,
+        rehearsal=mla.rehearsal,
+    ),
     "untie": StepKind(UntieSettings, "give a tied head its own copy", never, False, untie.prepare, untie.run),
     "rtn": StepKind(RTNSettings, "round to nearest", never, True, quantize.prepare, quantize.run, quantize.rehearsal),
     "gptq": StepKind(GPTQSettings, "GPTQ", always, True, quantize.prepare, quantize.run, quantize.rehearsal),
