@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import platform
 import time
 from collections.abc import Callable
@@ -20,6 +22,11 @@ def time_models(
     base: Path, candidate: Path, device: torch.device, *, prompt: int = PROMPT, new: int = NEW_TOKENS, blocks: int = 20
 ) -> dict[str, Any]:
     """latency.json: prefill of one prompt, decoding token by token after it, and peak memory where the device has it."""
+    with contextlib.redirect_stderr(io.StringIO()):  # libraries' progress bars and notices
+        return _timed(base, candidate, device, prompt, new, blocks)
+
+
+def _timed(base: Path, candidate: Path, device: torch.device, prompt: int, new: int, blocks: int) -> dict[str, Any]:
     models = {"base": _load(base, device), "candidate": _load(candidate, device)}
     vocabulary = int(models["base"].get_input_embeddings().num_embeddings)
     ids = torch.randint(0, vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
@@ -58,7 +65,7 @@ def _decode(model: Any, ids: torch.Tensor, new: int) -> Callable[[], None]:
         token = start
         for _ in range(new):
             token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(dim=2)
-        cache.crop(ids.shape[1])
+        cache.crop(-new)
 
     return run
 
