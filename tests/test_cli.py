@@ -100,7 +100,6 @@ USAGE = {
     "unknown option": (["run", "r.yaml", "--bogus"], "No such option: --bogus"),
     "unknown device": (["run", "r.yaml", "--device", "tpu"], "'tpu' is not one of 'auto', 'cpu'"),
     "unknown protocol": (["report", "a", "b", "--data", "d", "--protocol", "x"], "'x' is not one of 'doc-rolling'"),
-    "bits out of range": (["quantize", "m", "o", "--bits", "9"], "less than or equal to 8"),
     "bits not a number": (["quantize", "m", "o", "--bits", "four"], "valid integer"),
     "set without a value": (["run", "r.yaml", "--set", "steps"], "expected KEY=VALUE"),
     "no data": (["report", "a", "b"], "Missing option '--data'"),
@@ -482,6 +481,7 @@ def test_apply_runs_any_steps_and_shows_the_recipe_that_does_the_same(home):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["quantize", "model", "out", "--bits", "9"], "gptq.bits: Input should be less than or equal to 8 (found 9)"),
         (["quantize", "model", "out", "--method", "gtpq"], "not a step that quantizes (did you mean 'gptq'?)"),
         (["quantize", "model", "out", "--method", "untie"], "`suture apply --step` runs it"),
         (
