@@ -8,12 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..calibrate.skeleton import open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import MANIFEST, read_manifest, to_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import write_whole
-from ..quant.decode import dense_view
+from ..quant.decode import open_decoded
 from ..report.document import SCHEMA_VERSION, Report, framed, make_report, write_report
 from ..report.page import render
 from .costs import cost_of
@@ -106,10 +105,7 @@ def compare(
     ).report
     assert isinstance(wanted, ReportSettings)
     checkpoints = {"base": open_checkpoint(base), "candidate": open_checkpoint(candidate)}
-    skeletons = {
-        name: open_skeleton(dense_view(checkpoint), device=choose_device(device))
-        for name, checkpoint in checkpoints.items()
-    }
+    skeletons = {name: open_decoded(checkpoint, choose_device(device)) for name, checkpoint in checkpoints.items()}
     rows = {name: s.source.shapes[s.layout.embedding][0] for name, s in skeletons.items()}
     if rows["base"] != rows["candidate"]:
         raise SutureError(

@@ -16,7 +16,6 @@ import torch
 from pydantic import BaseModel
 
 from .. import __version__
-from ..calibrate.skeleton import open_skeleton
 from ..calibrate.tokens import TokenBlocks
 from ..checkpoint.families import family_of
 from ..checkpoint.layout import text_config
@@ -33,7 +32,7 @@ from ..checkpoint.manifest import (
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import Staging, open_staging, write_whole
 from ..checkpoint.writer import ShardPlan, plan_shards
-from ..quant.decode import dense_view
+from ..quant.decode import open_decoded
 from ..report.card import KEPT, card, is_ours
 from ..report.document import REPORT_FILES, Report, make_report, write_report
 from ..report.windows import Windows
@@ -337,9 +336,7 @@ def _report(plan: Plan, staging: Staging, results: list[StepResult], progress: P
     if wanted is None:
         return None
     written = reopen(staging.model)
-    base, candidate = (
-        open_skeleton(dense_view(checkpoint), device=plan.device) for checkpoint in (plan.checkpoint, written)
-    )
+    base, candidate = (open_decoded(checkpoint, plan.device) for checkpoint in (plan.checkpoint, written))
     budget = plan.estimate.available_memory // 3
     sets = [
         score_set(

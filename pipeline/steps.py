@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from ..lora.settings import MergeSettings
-from ..quant.settings import AllocateSettings, GPTQSettings, LearnSettings, RTNSettings
+from ..quant.settings import (
+    AllocateSettings,
+    AWQSettings,
+    GPTQSettings,
+    LearnSettings,
+    RTNSettings,
+    SmoothQuantSettings,
+)
 from ..surgery.cast import CastSettings, ReshardSettings
 from ..surgery.fold_norms import FoldNormsSettings
 from ..surgery.fuse import FuseSettings, UnfuseSettings
@@ -30,6 +37,7 @@ from . import (
     rewrite,
     rope_scaling,
     rotate,
+    scale,
     spectra,
     untie,
     vocabulary,
@@ -63,6 +71,16 @@ STEPS: dict[str, StepKind] = {
         settle=allocate.settle,
     ),
     "rotate": StepKind(RotateSettings, "rotate the residual stream, exactly", never, False, rotate.prepare, rotate.run),
+    "awq": StepKind(AWQSettings, "AWQ", always, True, scale.prepare, scale.run, scale.rehearsal),
+    "smoothquant": StepKind(
+        SmoothQuantSettings,
+        "8-bit weights and inputs",
+        scale.needs_text,
+        True,
+        scale.prepare,
+        scale.run,
+        scale.rehearsal,
+    ),
     "lora.merge": StepKind(
         MergeSettings,
         "merge LoRA adapters",

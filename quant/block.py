@@ -15,9 +15,11 @@ from ..calibrate.skeleton import Skeleton
 from ..calibrate.statistics import Deviation, SecondMoment
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear
+from .awq import clipped_grid
 from .gptq import GPTQOptions, GPTQResult, gptq, output_error
+from .grid import Search, find_grid
 from .learn import LearnOptions, Start, learn
-from .rtn import rtn
+from .rtn import round_to_grid, rtn
 from .scheme import Quantized, Scheme, split_rows
 from .settings import GPTQSettings, LearnSettings, RTNSettings
 
@@ -61,6 +63,40 @@ def rtn_block(
         quantized = rtn(weight, _scheme(linear, settings, schemes), storage, search=settings.range_search)
         dense = quantized.dequantize()
         record = ModuleRecord("rtn", _weight_error(weight, dense))
+        layers.append(_finish(skeleton, linear, quantized, dense, record))
+    return layers
+
+
+def clipped_block(
+    skeleton: Skeleton,
+    chosen: Sequence[Linear],
+    schemes: Mapping[str, Scheme],
+    search: Search | None,
+    storage: torch.dtype,
+    inputs: Mapping[str, Tensor],
+    outputs: Mapping[str, Tensor | None],
+) -> list[QuantizedLayer]:
+    """Round the chosen layers to nearest, their ranges searched by what they cost the layer's output.
+
+    Keys are module names. `inputs`: a sample of the layer's inputs [tokens, in]. `outputs`: the rows whose ranges may be cut
+    so, None: all; for what makes queries and keys the softmax lies between the cost and the outputs, and ranges are
+    searched by the weights' own error.
+    """
+    layers = []
+    for linear in chosen:
+        weight, x = _weight(skeleton, linear), inputs[linear.module]
+        scheme = schemes[linear.module]
+        grid = find_grid(weight, scheme, storage, None, search)
+        rows = outputs.get(linear.module, torch.empty(0, dtype=torch.int64))
+        if search is not None and (rows is None or len(rows)):
+            at = slice(None) if rows is None else rows.to(weight.device)
+            clipped = clipped_grid(weight[at], scheme, storage, x, search)
+            grid.scale[at], grid.zero[at] = clipped.scale, clipped.zero
+        quantized = round_to_grid(weight, grid)
+        dense = quantized.dequantize()
+        wanted, found = x @ weight.T, x @ dense.float().T
+        error = _weight_error(wanted, found) if x.shape[0] else None
+        record = ModuleRecord("rtn", _weight_error(weight, dense), error, x.shape[0])
         layers.append(_finish(skeleton, linear, quantized, dense, record))
     return layers
 

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
+from ..calibrate.activations import quantize_inputs
+from ..calibrate.skeleton import Skeleton, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.source import TensorSource
 from .compressed_tensors import from_tensors, parse_config, stored_transposed
+from .int_quantized import FORMAT as INT_QUANTIZED
+from .int_quantized import IntegerView
 
 if TYPE_CHECKING:
     import torch
@@ -91,9 +95,21 @@ def dense_view(checkpoint: Checkpoint) -> TensorSource:
     if quantization is None:
         return checkpoint
     method, form = quantization.get("quant_method"), quantization.get("format")
+    if method == "compressed-tensors" and form == INT_QUANTIZED and "detected" not in quantization:
+        return IntegerView.of(checkpoint)
     if method != "compressed-tensors" or form != "pack-quantized" or "detected" in quantization:
         raise SutureError(
             f"{checkpoint.source}: already quantized with {method} ({form or 'no format given'}), which cannot be read",
-            "give the unquantized checkpoint, or one in compressed-tensors' pack-quantized format",
+            "give the unquantized checkpoint, or one in compressed-tensors' pack-quantized or int-quantized format",
         )
     return DenseView(checkpoint)
+
+
+def open_decoded(checkpoint: Checkpoint, device: torch.device | str = "cpu") -> Skeleton:
+    """The model that a loader makes of a checkpoint: weights dense, and inputs rounded where the file says so."""
+    view = dense_view(checkpoint)
+    skeleton = open_skeleton(view, device=device)
+    if isinstance(view, IntegerView):
+        linears = [linear for linear in skeleton.layout.linears if linear.name in view.modules]
+        quantize_inputs(skeleton, {linear.module: view.input_scale(linear.name) for linear in linears})
+    return skeleton

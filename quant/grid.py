@@ -55,10 +55,9 @@ def find_grid(
     scale = torch.empty(out_features, groups, device=weight.device)
     zero = torch.full_like(scale, scheme.middle)
     rows = max(1, _CHUNK // in_features)
-    fractions = torch.tensor((search or Search(steps=1)).fractions(), device=weight.device).view(-1, 1, 1, 1)
     for start in range(0, out_features, rows):
         w = weight[start : start + rows].float().view(-1, groups, width)
-        scales, zeros = _candidates(w, scheme, dtype, fractions)
+        scales, zeros = candidates(w, scheme, dtype, search)
         best = _cheapest(w, scales, zeros, scheme, h)
         scale[start : start + rows] = scales.gather(0, best)[0, ..., 0]
         if zeros is not None:
@@ -66,11 +65,13 @@ def find_grid(
     return Grid(scale, zero, scheme, dtype)
 
 
-def _candidates(w: Tensor, scheme: Scheme, dtype: torch.dtype, fractions: Tensor) -> tuple[Tensor, Tensor | None]:
-    """Scales (rounded to `dtype`, floored at its smallest normal number) and zero points, [fractions, rows, groups, 1].
+def candidates(w: Tensor, scheme: Scheme, dtype: torch.dtype, search: Search | None) -> tuple[Tensor, Tensor | None]:
+    """Scales (rounded to `dtype`, floored at its smallest normal number) and zero points to choose from for weights
+    w [rows, groups, width], each [fractions, rows, groups, 1]; the widest range first.
 
     Symmetric schemes have no zero points to choose.
     """
+    fractions = torch.tensor((search or Search(steps=1)).fractions(), device=w.device).view(-1, 1, 1, 1)
     low, high = w.amin(2, keepdim=True), w.amax(2, keepdim=True)
     if scheme.symmetric:
         span = 2 * torch.maximum(low.abs(), high.abs())

@@ -51,6 +51,13 @@ class Scheme:
 
 
 @dataclass(frozen=True)
+class Activations:
+    """How a layer's inputs are rounded: to 8 bits, symmetric; `dynamic`: one scale per token, else one for all, stored."""
+
+    dynamic: bool = True
+
+
+@dataclass(frozen=True)
 class Quantized:
     """A quantized weight: w = (code - zero) * scale, group by group."""
 

@@ -7,7 +7,8 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .grid import Search
-from .scheme import Scheme
+from .scheme import Activations, Scheme
+from .smoothquant import W8
 
 
 class Rule(BaseModel):
@@ -106,3 +107,75 @@ class AllocateSettings(GPTQSettings):
     def widths(self) -> list[int]:
         """Bits to choose from: the ends, and 3, 4 and 6 between them."""
         return sorted({self.fewest, self.bits} | {bits for bits in (3, 4, 6) if self.fewest < bits < self.bits})
+
+
+class Rounding(BaseModel):
+    """How a step that scales first then rounds. GPTQ's own settings are taken with `rounding: gptq` only."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    rounding: Literal["rtn", "gptq"] = Field("rtn", description="how the scaled weights are rounded")
+    damp: float = Field(0.01, gt=0, lt=1, description="GPTQ's: share of the mean of diag H added to it")
+    actorder: Literal["static", "none"] = Field("static", description="GPTQ's: order of the columns")
+    hessian: Literal["float32", "float64"] = Field("float32", description="GPTQ's: precision of H")
+
+    @model_validator(mode="after")
+    def _only_what_the_rounding_uses(self) -> Rounding:
+        own = ("damp", "actorder", "hessian")
+        given = [key for key in own if getattr(self, key) != Rounding.model_fields[key].default]
+        if self.rounding != "gptq" and given:
+            raise ValueError(f"{', '.join(given)}: belongs to rounding: gptq")
+        return self
+
+
+class AWQSettings(Rounding, RTNSettings):
+    """AWQ: scales the columns that matter, then rounds; needs calibration text."""
+
+    grid: int = Field(10, ge=1, le=100, description="steps of the exponent from 0 to 1; plain and duo scaling each")
+    search_tokens: int = Field(1024, ge=1, description="calibration tokens on which scales and ranges are compared")
+
+    def weights(self) -> RTNSettings:
+        """What becomes of the scaled weights."""
+        kind = GPTQSettings if self.rounding == "gptq" else RTNSettings
+        return kind(**{key: getattr(self, key) for key in kind.model_fields if hasattr(self, key)})
+
+
+class SmoothQuantSettings(Rounding):
+    """8-bit weights and 8-bit inputs, with what is hard in the inputs moved into the weights."""
+
+    activations: Literal["dynamic", "static"] = Field(
+        "dynamic", description="one input scale per token, found at run time, or one per layer, from calibration text"
+    )
+    alpha: Literal["auto", "none"] | float = Field(
+        "auto", description="share of the range that weights take: 0..1, auto: searched per place, none: no smoothing"
+    )
+    search_tokens: int = Field(1024, ge=1, description="calibration tokens on which values of alpha are compared")
+    search: bool = Field(True, description="search each channel's range instead of taking it whole")
+    targets: list[str] = Field(
+        ["all-linear"], description="layers to quantize: name, end of name, glob, or re:REGEX", min_length=1
+    )
+    ignore: list[str] = Field([], description="layers to leave as they are, in the same patterns")
+
+    @model_validator(mode="after")
+    def _alpha_is_a_share(self) -> SmoothQuantSettings:
+        if isinstance(self.alpha, float) and not 0 <= self.alpha <= 1:
+            raise ValueError(f"alpha: {self.alpha} is outside 0..1")
+        if self.alpha != "auto" and self.search_tokens != type(self).model_fields["search_tokens"].default:
+            raise ValueError("search_tokens: belongs to alpha: auto")
+        return self
+
+    @property
+    def inputs(self) -> Activations:
+        return Activations(self.activations == "dynamic")
+
+    @property
+    def needs_text(self) -> bool:
+        return self.alpha != "none" or self.rounding == "gptq" or self.activations == "static"
+
+    def weights(self) -> RTNSettings:
+        """What becomes of the weights alone."""
+        own = {"search": self.search, "targets": self.targets, "ignore": self.ignore}
+        if self.rounding == "gptq":
+            own |= {"damp": self.damp, "actorder": self.actorder, "hessian": self.hessian}
+        kind = GPTQSettings if self.rounding == "gptq" else RTNSettings
+        return kind(bits=W8.bits, group_size=W8.group_size, symmetric=W8.symmetric, **own)

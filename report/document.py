@@ -339,7 +339,13 @@ def _layers(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         "worst_output_errors": {name: errors[name] for name in worst},
         "output_errors": {name: errors[name] for name in sorted(errors)},
         "retained_energy": _energies(modules),
-    }
+    } | _input_ranges(modules)
+
+
+def _input_ranges(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """What each layer's inputs reached on the calibration text, where a step measured it."""
+    ranges = {name: record["inputs"] for name, record in modules.items() if record.get("inputs")}
+    return {"input_ranges": ranges} if ranges else {}
 
 
 def _energies(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
@@ -433,7 +439,17 @@ def _layer_lines(layers: Mapping[str, Any]) -> list[str]:
     if layers["worst_output_errors"]:
         lines += ["", "| largest relative output errors on the calibration tokens | |", "|---|---|"]
         lines += [f"| {name} | {error:.4f} |" for name, error in layers["worst_output_errors"].items()]
+    ranges = layers.get("input_ranges", {})
+    if ranges:
+        widest = sorted(ranges, key=lambda name: -ranges[name]["peak_ratio"])[:10]
+        lines += ["", "| widest inputs | largest, and over the median channel's | after scaling |", "|---|---|---|"]
+        lines += [_range_line(name, ranges[name]) for name in widest]
     return lines
+
+
+def _range_line(name: str, found: Mapping[str, float]) -> str:
+    before = f"{found['max']:.4g}, {found['peak_ratio']:.4g} ×"
+    return f"| {name} | {before} | {found['max_scaled']:.4g}, {found['peak_ratio_scaled']:.4g} × |"
 
 
 def _shown(row: Mapping[str, Any], digits: int = 4) -> str:

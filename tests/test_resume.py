@@ -25,6 +25,8 @@ STEPS = {
         {"permute": {"heads": "importance", "neurons": "random"}},
         {"cast": {"dtype": "float16"}},
     ],
+    "awq": [{"awq": {"bits": 4, "group_size": 32, "grid": 4}}],
+    "smoothquant": [{"smoothquant": {"activations": "static", "rounding": "gptq"}}],
 }
 
 
@@ -123,6 +125,14 @@ def test_j1_what_data_decided_and_tensors_written_one_by_one_resume(home, tmp_pa
     done = run(home, "surgery", tmp_path, "--resume")
     assert done.code == 0, done.err
     assert tiny.contents(tmp_path / "out") == uninterrupted("surgery")[0]
+
+
+@pytest.mark.parametrize(("kind", "unit"), [("awq", "step-1 block 0"), ("smoothquant", "step-1 block 1")])
+def test_j1_a_step_that_scales_and_rounds_resumes(home, tmp_path, uninterrupted, kind, unit):
+    killed_after(home, kind, tmp_path, unit)
+    done = run(home, kind, tmp_path, "--resume")
+    assert done.code == 0, done.err
+    assert tiny.contents(tmp_path / "out") == uninterrupted(kind)[0]
 
 
 def test_j1_the_installed_command_killed_three_times_while_it_works(home, tmp_path, uninterrupted):
