@@ -146,7 +146,7 @@ def run(work: StepRun, plan: ScalePlan, settings: Settings) -> StepResult:
             for part, records in done.items():
                 records |= entry[part]
         streams.wait()
-    receipt = _receipt(work, plan, settings, done)
+    receipt = _receipt(plan, settings, done)
     if plan.folds:
         verified = min(work.verify_blocks, plan.n_blocks)
         logits = [streams.logits(name, skeleton, verified) for name in probes]
@@ -346,7 +346,7 @@ def _rounded(value: float) -> float:
     return float(f"{value:.4g}")
 
 
-def _receipt(work: StepRun, plan: ScalePlan, settings: Settings, done: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+def _receipt(plan: ScalePlan, settings: Settings, done: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
     """What the manifest keeps of the step as a whole."""
     receipt: dict[str, Any] = {}
     if plan.folds:
@@ -355,11 +355,12 @@ def _receipt(work: StepRun, plan: ScalePlan, settings: Settings, done: Mapping[s
         inputs = {name: record["inputs"] for name, record in done["modules"].items() if "inputs" in record}
         widest = sorted(inputs, key=lambda name: -inputs[name]["peak_ratio_scaled"])[:_SHOWN]
         receipt["widest_inputs"] = {name: inputs[name] for name in widest}
-        if not settings.inputs.dynamic and widest and inputs[widest[0]]["peak_ratio_scaled"] > WIDE:
-            work.progress.say(
-                f"{work.label}: the inputs of {widest[0]} peak at {inputs[widest[0]]['peak_ratio_scaled']:.0f} times their "
-                "median: one static scale leaves most of them few steps; activations: dynamic copes better"
-            )
+        peak = inputs[widest[0]]["peak_ratio_scaled"] if widest else 0
+        if not settings.inputs.dynamic and peak > WIDE:
+            receipt["notes"] = [
+                f"the inputs of {widest[0]} peak at {peak:.0f} times their median: one static scale leaves most of them few "
+                "steps; activations: dynamic copes better"
+            ]
     return receipt
 
 
