@@ -21,10 +21,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..checkpoint.errors import SutureError
 from .scheme import Quantized, Scheme
 
 
@@ -72,11 +74,16 @@ def learn(
 ) -> Learned:
     """Train the layers of `starts` on windows inputs -> targets, each [B, T, hidden] float32.
 
-    Deterministic under `options.seed` and a number of threads. Needs two windows: one is held out.
+    Deterministic under `options.seed` and a number of threads. Raises SutureError when holding windows out leaves none.
     """
     layers = {name: _Layer.of(start, options.lean) for name, start in starts.items()}
     n_held = max(1, round(options.held_out * len(inputs)))
     n = len(inputs) - n_held  # the last windows are held out
+    if n < 1:
+        raise SutureError(
+            f"{len(inputs)} calibration sequences, of which {n_held} are held out, leave none to train on",
+            "give more samples",
+        )
 
     def loss(window: int) -> Tensor:
         weights = {name: layer.weight() for name, layer in layers.items()}
@@ -123,26 +130,26 @@ class _Round(torch.autograd.Function):
     """Nearest code; the gradient passes where the latent is inside the range."""
 
     @staticmethod
-    def forward(context: torch.autograd.function.FunctionCtx, latent: Tensor, levels: int) -> Tensor:
-        context.save_for_backward((latent >= -0.5) & (latent <= levels + 0.5))
+    def forward(ctx: Any, latent: Tensor, levels: int) -> Tensor:
+        ctx.save_for_backward((latent >= -0.5) & (latent <= levels + 0.5))
         return latent.round().clamp_(0, levels)
 
     @staticmethod
-    def backward(context: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-        (inside,) = context.saved_tensors  # type: ignore[attr-defined]
-        return gradients[0] * inside, None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        (inside,) = ctx.saved_tensors
+        return grad_outputs[0] * inside, None
 
 
 class _Stored(torch.autograd.Function):
     """As it will be stored, or a loader computes it; the gradient passes."""
 
     @staticmethod
-    def forward(context: torch.autograd.function.FunctionCtx, value: Tensor, dtype: torch.dtype) -> Tensor:
+    def forward(ctx: Any, value: Tensor, dtype: torch.dtype) -> Tensor:
         return value.to(dtype).float()
 
     @staticmethod
-    def backward(context: torch.autograd.function.FunctionCtx, *gradients: Tensor) -> tuple[Tensor, None]:
-        return gradients[0], None
+    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
+        return grad_outputs[0], None
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from kit import LENGTH, Shelf, ids_file, quantize, read, run
 
 from suture.calibrate.replay import Stream, run_block
 from suture.calibrate.skeleton import open_skeleton
+from suture.checkpoint.errors import SutureError
 from suture.checkpoint.reader import open_checkpoint
 from suture.quant.decode import dense_view
 from suture.quant.gptq import GPTQOptions, gptq
@@ -97,6 +98,12 @@ def test_a_seed_fixes_the_result_and_the_held_out_windows_do_not_train():
     assert moved.before != one.before and one.epoch > 0
     if moved.epoch == one.epoch:
         assert all(torch.equal(one.quantized[n].codes, moved.quantized[n].codes) for n in starts)
+
+
+def test_c1_one_sequence_is_refused():
+    forward, starts, xs, ys = two_layers(Scheme(2, 8))
+    with pytest.raises(SutureError, match="1 calibration sequences, of which 1 are held out, leave none"):
+        learn(forward, starts, xs[:1], ys[:1], LearnOptions())
 
 
 # ---- the step
