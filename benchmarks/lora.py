@@ -78,7 +78,7 @@ class Variant:
     def __init__(self, base: Checkpoint, arrangement, linears, layer: Callable):
         self.base, self.arrangement, self.linears, self.layer = base, arrangement, linears, layer
         self.source, self.config, self.shapes, self.dtypes = base.source, base.config, base.shapes, base.dtypes
-        self.read_rows = base.read_rows
+        self.read_rows, self.side = base.read_rows, base.side
 
     def read(self, name):
         W = self.base.read(name)

@@ -143,6 +143,9 @@ class Live:
     def source(self) -> str:
         return self.arranged.source
 
+    def side(self, name: str) -> bytes | None:
+        return self.arranged.side(name)
+
     def read(self, name: str) -> Tensor:
         tensor = self.arranged.read(name)
         for piece in self._pieces.get(name, ()):

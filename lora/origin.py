@@ -59,6 +59,9 @@ class Arranged:
     def read_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
         return self.base.read_rows(self.names[name], rows)
 
+    def side(self, name: str) -> bytes | None:
+        return self.base.side(name)
+
     def outputs_of(self, origin: str) -> tuple[str, ...]:
         return tuple(name for name, of in self.names.items() if of == origin)
 

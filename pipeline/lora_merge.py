@@ -25,8 +25,8 @@ from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import Account, to_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.source import PlannedSource, TensorSource
-from ..checkpoint.staging import write_whole
-from ..checkpoint.writer import ShardWriter, TensorSpec
+from ..checkpoint.staging import Staging, write_whole
+from ..checkpoint.writer import ShardPlan, ShardWriter, TensorSpec
 from ..lora.adapter import FINGERPRINT, TOKENIZER_FILES, Adapter, open_adapter
 from ..lora.arrange import Arrangement, arrange
 from ..lora.compose import fingerprint
@@ -36,6 +36,7 @@ from ..lora.merge import Live, Piece, hooked, merge_tensor, pieces_by_tensor
 from ..lora.settings import MergeSettings
 from ..quant.scheme import STORAGE
 from ..surgery.untie import head_to_add, untied_config
+from .progress import Progress
 from .step import Prepared, StepResult, StepRun
 from .walk import advance_probe, check_exact
 
@@ -184,7 +185,9 @@ def rehearsal(plan: MergePlan, settings: MergeSettings) -> tuple[str, MergeSetti
 def run(work: StepRun, plan: MergePlan, settings: MergeSettings) -> StepResult:
     """Write every tensor, then check what was written against the live model."""
     _same_adapters(work, plan)
-    tensors = _write(work, plan)
+    tensors = write_merged(
+        work.checkpoint, plan, work.shards, work.directory, work.staging, work.key, work.progress, work.label
+    )
     write_whole(work.directory / "config.json", to_json(plan.config))
     receipt = {"adapters": _adapter_records(plan), "tensors": tensors, **_summary(tensors)}
     checked, expected = _self_check(work, plan, open_checkpoint(work.directory))
@@ -201,23 +204,41 @@ def _same_adapters(work: StepRun, plan: MergePlan) -> None:
         raise SutureError("adapter: its weights are not those that the interrupted run had", "start with --overwrite")
 
 
-def _write(work: StepRun, plan: MergePlan) -> dict[str, Any]:
-    """Stream all tensors to their places; returns what became of each changed parameter."""
+def write_merged(
+    checkpoint: Checkpoint,
+    plan: MergePlan,
+    shards: ShardPlan,
+    directory: Path,
+    staging: Staging,
+    key: str,
+    progress: Progress,
+    label: str,
+) -> dict[str, Any]:
+    """Stream all tensors to their places; returns what became of each changed parameter.
+
+    The journal's entries under `key` say how far a run that was killed had come.
+    """
     pieces = pieces_by_tensor(plan.arrangement.changes, plan.arrangement.layout)
-    done = work.staging.find(step=work.key, unit="tensors") or {"upto": 0, "records": {}}
+    done = staging.find(step=key, unit="tensors") or {"upto": 0, "records": {}}
     records: dict[str, Any] = dict(done["records"])
     with (
-        ShardWriter(work.directory, work.shards) as writer,
+        ShardWriter(directory, shards) as writer,
         ThreadPoolExecutor(1, "suture-read") as reader,
         ThreadPoolExecutor(1, "suture-sync") as syncer,
     ):
+
+        def sync(entry: dict[str, Any]) -> None:
+            writer.sync()
+            staging.record(entry)
+
         syncing: Future[None] | None = None
         waiting = 0
         todo = plan.specs[done["upto"] :]
-        ahead = _ahead(reader, [_reading(work.checkpoint, plan, spec.name) for spec in todo])
+        ahead = _ahead(reader, [_reading(checkpoint, plan, spec.name) for spec in todo])
         numbered = zip(range(done["upto"] + 1, len(plan.specs) + 1), todo, ahead, strict=True)
-        for upto, spec, stored in work.progress.track(numbered, len(todo), work.label):
-            finite(stored, spec.name, work.checkpoint.source) if _suspicious(stored) else None
+        for upto, spec, stored in progress.track(numbered, len(todo), label):
+            if _suspicious(stored):
+                finite(stored, spec.name, checkpoint.source)
             if spec.name in pieces:
                 stored, found = merge_tensor(stored, pieces[spec.name])
                 _check_overflow(stored, spec.name)
@@ -227,17 +248,12 @@ def _write(work: StepRun, plan: MergePlan) -> dict[str, Any]:
             if waiting >= _SYNC or upto == len(plan.specs):
                 if syncing is not None:
                     syncing.result()
-                entry = {"step": work.key, "unit": "tensors", "upto": upto, "records": dict(records)}
-                syncing, waiting = syncer.submit(_sync, work, writer, entry), 0
+                entry = {"step": key, "unit": "tensors", "upto": upto, "records": dict(records)}
+                syncing, waiting = syncer.submit(sync, entry), 0
         if syncing is not None:
             syncing.result()
     release_memory()
     return records
-
-
-def _sync(work: StepRun, writer: ShardWriter, entry: dict[str, Any]) -> None:
-    writer.sync()
-    work.staging.record(entry)
 
 
 def _reading(checkpoint: Checkpoint, plan: MergePlan, name: str) -> Callable[[], Tensor]:

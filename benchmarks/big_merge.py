@@ -1,0 +1,172 @@
+"""Memory and speed of lora.merge on a checkpoint of 7B shape: 13.5 GB in three shards, written here, deleted afterwards.
+
+    python benchmarks/big_merge.py WORK [--blocks 32]
+
+The merge is the step itself, plan and streaming, in a process of its own: every tensor read, checked for NaN, merged where
+the adapter changes it (rank 16, all linear layers), written, synced. Copying is the same files read and written in
+chunks, and synced. What a run adds to the step (hashes, the self-check on the probe, the reload in stock transformers)
+is not in either. WORK needs 41 GB for 32 blocks.
+"""
+
+import argparse
+import json
+import os
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+HIDDEN, INNER, VOCABULARY = 4096, 11008, 32000
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": HIDDEN,
+    "intermediate_size": INNER,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 32,
+    "vocab_size": VOCABULARY,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "tie_word_embeddings": False,
+    "dtype": "bfloat16",
+}
+LINEARS = {
+    **{f"self_attn.{x}_proj": (HIDDEN, HIDDEN) for x in "qkvo"},
+    "mlp.gate_proj": (INNER, HIDDEN),
+    "mlp.up_proj": (INNER, HIDDEN),
+    "mlp.down_proj": (HIDDEN, INNER),
+}
+
+
+def write_model(directory, blocks):
+    """Random weights of standard deviation 0.02, from one pool of numbers: the bytes do not matter, their number does."""
+    from suture.checkpoint.writer import ShardWriter, TensorSpec, plan_shards
+
+    specs = [TensorSpec("model.embed_tokens.weight", "BF16", (VOCABULARY, HIDDEN))]
+    for block in range(blocks):
+        for name, shape in LINEARS.items():
+            specs.append(TensorSpec(f"model.layers.{block}.{name}.weight", "BF16", shape))
+        for norm in ("input_layernorm", "post_attention_layernorm"):
+            specs.append(TensorSpec(f"model.layers.{block}.{norm}.weight", "BF16", (HIDDEN,)))
+    specs += [
+        TensorSpec("model.norm.weight", "BF16", (HIDDEN,)),
+        TensorSpec("lm_head.weight", "BF16", (VOCABULARY, HIDDEN)),
+    ]
+    generator = torch.Generator().manual_seed(0)
+    pool = (0.02 * torch.randn(VOCABULARY * HIDDEN, generator=generator)).to(torch.bfloat16)
+    with ShardWriter(directory, plan_shards(specs)) as writer:
+        for number, spec in enumerate(specs):
+            size = torch.Size(spec.shape).numel()
+            start = (number * 104729) % (pool.numel() - size + 1)
+            writer.write(spec.name, pool[start : start + size].reshape(spec.shape))
+        writer.sync()
+    (directory / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": blocks}))
+
+
+def write_adapter(directory, blocks, r=16):
+    directory.mkdir()
+    generator = torch.Generator().manual_seed(1)
+    tensors = {}
+    for block in range(blocks):
+        for name, (out, inner) in LINEARS.items():
+            path = f"base_model.model.model.layers.{block}.{name}"
+            tensors[f"{path}.lora_A.weight"] = torch.randn(r, inner, generator=generator) / inner**0.5
+            tensors[f"{path}.lora_B.weight"] = 0.01 * torch.randn(out, r, generator=generator)
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    targets = sorted(name.rpartition(".")[2] for name in LINEARS)
+    config = {"peft_type": "LORA", "r": r, "lora_alpha": 2 * r, "target_modules": targets}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
+
+
+def copy(source, target):
+    """Seconds to copy the weight files and have them on disk."""
+    target.mkdir()
+    start = time.perf_counter()
+    for file in sorted(source.glob("*.safetensors")):
+        with file.open("rb") as reading, (target / file.name).open("wb") as writing:
+            shutil.copyfileobj(reading, writing, 1 << 22)
+            writing.flush()
+            os.fsync(writing.fileno())
+    return time.perf_counter() - start
+
+
+def merge(model, adapter, output):
+    """The step in this process: prints seconds and peak memory."""
+    from suture.checkpoint.reader import open_checkpoint
+    from suture.checkpoint.staging import open_staging
+    from suture.checkpoint.writer import plan_shards
+    from suture.lora.settings import MergeSettings
+    from suture.pipeline.lora_merge import prepare, write_merged
+    from suture.pipeline.progress import Silent
+
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
+    imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    start = time.perf_counter()
+    checkpoint = open_checkpoint(model)
+    plan = prepare(checkpoint, MergeSettings(adapter=str(adapter)))
+    planned = time.perf_counter() - start
+    with open_staging(output, {"benchmark": "1"}, False, False) as staging:
+        records = write_merged(
+            checkpoint, plan, plan_shards(plan.specs), staging.model, staging, "step-1", Silent(), "merge"
+        )
+        staging.commit()
+    seconds = time.perf_counter() - start
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    print(
+        json.dumps(
+            {
+                "seconds": round(seconds, 1),
+                "of which plan": round(planned, 1),
+                "peak MB": round(peak / 1024),
+                "MB after imports": round(imported / 1024),
+                "tensors merged": len(records),
+            }
+        )
+    )
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--blocks", type=int, default=32)
+    parser.add_argument("--merge-only", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    model, adapter = arguments.work / "model", arguments.work / "adapter"
+    if arguments.merge_only:
+        merge(model, adapter, arguments.work / "merged")
+        return
+    arguments.work.mkdir(parents=True)
+    try:
+        model.mkdir()
+        write_model(model, arguments.blocks)
+        write_adapter(adapter, arguments.blocks)
+        nbytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
+        command = [sys.executable, __file__, str(arguments.work), "--merge-only"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise SystemExit(done.stderr)
+        merged = json.loads(done.stdout)
+        shutil.rmtree(arguments.work / "merged")
+        copied = copy(model, arguments.work / "copied")
+        print(
+            json.dumps(
+                {
+                    "GB": round(nbytes / 1e9, 2),
+                    "merge": merged,
+                    "copy seconds": round(copied, 1),
+                    "speed of copying": round(copied / merged["seconds"], 2),
+                },
+                indent=1,
+            )
+        )
+    finally:
+        shutil.rmtree(arguments.work)
+
+
+if __name__ == "__main__":
+    main()
