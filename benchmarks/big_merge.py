@@ -11,7 +11,6 @@ is not in either. WORK needs 41 GB for 32 blocks.
 import argparse
 import json
 import os
-import resource
 import shutil
 import subprocess
 import sys
@@ -83,6 +82,12 @@ def write_adapter(directory, blocks, r=16):
     (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
+def peak_memory():
+    """Kilobytes of memory that this process ever had; not its parent's, as getrusage would have it."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return int(next(line for line in lines if line.startswith("VmHWM")).split()[1])
+
+
 def copy(source, target):
     """Seconds to copy the weight files and have them on disk."""
     target.mkdir()
@@ -105,7 +110,7 @@ def merge(model, adapter, output):
     from suture.pipeline.progress import Silent
 
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "2")))
-    imported = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    imported = peak_memory()
     start = time.perf_counter()
     checkpoint = open_checkpoint(model)
     plan = prepare(checkpoint, MergeSettings(adapter=str(adapter)))
@@ -116,7 +121,7 @@ def merge(model, adapter, output):
         )
         staging.commit()
     seconds = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = peak_memory()
     print(
         json.dumps(
             {
