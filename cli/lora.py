@@ -119,6 +119,29 @@ def extract(
 
 
 @app.command()
+def curve(
+    base: Annotated[str, typer.Argument(help="the model before fine-tuning")],
+    tuned: Annotated[str, typer.Argument(help="the model after it")],
+    adapter: AdapterDir,
+    data: Annotated[str, typer.Option(help="held-out text: builtin:holmes, a file, hf:NAME:SPLIT")],
+    ranks: Annotated[list[int] | None, typer.Option(help="May be given again. Default: 1, 2, 4 ... 64.")] = None,
+    window: Annotated[int | None, typer.Option(help="tokens per window")] = None,
+    max_windows: Annotated[int | None, typer.Option(help="score only so many windows")] = None,
+    as_json: Json = False,
+) -> None:
+    """Perplexity by rank: how much of a fine-tuning an extracted adapter carries at each rank."""
+    with messages():
+        from ..pipeline.adapters import extraction_curve
+        from .console import TerminalProgress
+        from .tables import print_curve
+
+        chosen = {"ranks": ranks} if ranks else {}
+        settings = {"window": window, "max_windows": max_windows, "progress": TerminalProgress()}
+        rows = extraction_curve(base, tuned, adapter, data, **chosen, **settings)  # type: ignore[arg-type]
+        print(json.dumps(rows, indent=1)) if as_json else print_curve(rows)
+
+
+@app.command()
 def combine(
     output: Output,
     adapters: Annotated[list[str], typer.Argument(metavar="ADAPTER[=WEIGHT]...", help="adapters and their weights")],

@@ -195,6 +195,17 @@ def print_adapter(facts: dict[str, Any]) -> None:
     _warn(facts["notes"])
 
 
+def print_curve(rows: list[dict[str, Any]]) -> None:
+    table = Table(title="perplexity by rank")
+    for heading in ("model", "per token", "over the tuned model's, paired 95 % interval", "change kept"):
+        table.add_column(heading)
+    for row in rows:
+        table.add_row(
+            row["model"], f"{row['perplexity']:g}", interval(*row["against_tuned"], 4), f"{100 * row['kept']:.1f} %"
+        )
+    _console().print(table)
+
+
 def _warn(warnings: Any) -> None:
     console = _console()
     for warning in warnings:

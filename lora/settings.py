@@ -22,6 +22,14 @@ class MergeSettings(_Strict):
     """Merge one adapter, or a weighted sum of several, into the model's weights."""
 
     adapter: str | list[AdapterShare] = Field(description="a directory, or a list of {adapter: DIR, weight: NUMBER}")
+    base: Literal["original", "dequantized"] = Field(
+        "original",
+        description="what the change is added to: the model as it is, or what its quantized copy dequantizes to, which "
+        "is what a QLoRA run saw",
+    )
+    quantization: Literal["nf4", "nf4-double"] = Field(
+        "nf4-double", description="for base: dequantized of an unquantized model: how training had quantized it"
+    )
     base_is_residual: bool = Field(
         False, description="the model is the changed base that PiSSA, OLoRA, CorDA, LoRA-GA or LoftQ saved for training"
     )
@@ -34,6 +42,8 @@ class MergeSettings(_Strict):
     tokenizer: Literal["auto", "base", "adapter"] = Field(
         "auto", description="whose tokenizer files the output gets; auto: the adapter's when the vocabulary grew"
     )
+
+    allow_vanishing: bool = Field(False, description="go on when a later step rounds most of the change away again")
 
     @field_validator("adapter")
     @classmethod

@@ -7,7 +7,7 @@ whole or not at all, with a manifest that says what it was made of.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,19 +26,24 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.source import TensorSource
 from ..checkpoint.staging import check_output, open_staging, write_whole
 from ..lora.adapter import WEIGHTS, Adapter, Part, open_adapter
+from ..lora.arrange import arrange
 from ..lora.attach import FROM_ERROR, Init, draw, from_error, principal
 from ..lora.combine import concatenated, dare, reduced, ties, truncated
 from ..lora.compose import Factors, Form, NewAdapter, base_metadata, compose, runtime_names
 from ..lora.config import CONFIG
-from ..lora.delta import effective_rank, norm, singular_values
+from ..lora.delta import effective_rank, norm, reduce, singular_values
 from ..lora.extract import Spectrum, rank_for_energy, ranks_for_budget, spectrum
-from ..lora.match import Matched, Weighted, match
+from ..lora.match import Change, Matched, Weighted, match
+from ..lora.merge import Live
 from ..lora.transport import Map, find_map, fused_factors, without_empty_ranks
 from ..quant.decode import dense_view
 from ..quant.targets import select
+from ..report.clusters import paired
+from ..report.score import score
+from ..surgery.untie import head_to_add, untied_config
 from .progress import Progress, Silent
-from .recipe import CalibrationSettings
-from .texts import calibration_text, text_model
+from .recipe import CalibrationSettings, ReportSettings
+from .texts import calibration_text, evaluation_text, text_model
 
 
 @dataclass(frozen=True)
@@ -513,6 +518,83 @@ def _whole_modules(before: Skeleton, after: Skeleton, saved: dict[str, Tensor], 
         if runtime.rpartition(".")[0] in modules and runtime not in saved:
             saved[runtime] = after.source.read(place.tensor)
     return saved
+
+
+def extraction_curve(
+    base: str | Path,
+    tuned: str | Path,
+    adapter: str | Path,
+    data: str,
+    *,
+    ranks: Sequence[int] = (1, 2, 4, 8, 16, 32, 64),
+    progress: Progress | None = None,
+    **settings: Any,
+) -> list[dict[str, Any]]:
+    """Held-out perplexity of `base` with the adapter cut to each rank, between those of `base` and `tuned`.
+
+    `settings`: keys of a recipe's report. One row each: `model`, `perplexity`, `against_tuned` (ratio, low, high; paired on
+    identical tokens), `kept` (share of the adapter's squared change). Raises SutureError for what does not fit together.
+    """
+    progress = progress or Silent()
+    opened = open_adapter(adapter)
+    (first, before), (second, after) = _open(base), _open(tuned)
+    _same_shapes(first, before, second, after)
+    rows = before.source.shapes[before.layout.embedding][0]
+    text = text_model(first, rows, getattr(before.hf_config, "max_position_embeddings", None))
+    windows = evaluation_text(ReportSettings.model_validate({"data": data, **settings}), text).windows
+    arrangement = arrange(before.source, [Weighted(opened)], head_name=head_to_add, untied_config=untied_config)
+    most = max((low.factors()[0].shape[0] for c in arrangement.changes.values() for low in c.low_rank), default=0)
+    wanted = sorted({min(rank, most) for rank in ranks if rank > 0})
+
+    def scored(label: str, skeleton: Skeleton) -> Any:
+        return windows.by_document(score(skeleton, windows, progress.track, f"score {label}"))
+
+    reference = scored("tuned", after)
+    table = [_curve_row("base", scored("base", before), reference, windows.cluster, 0.0)]
+    for rank in wanted:
+        changes, kept = _cut_to(arrangement.changes, rank)
+        live = Live(
+            arrangement.arranged,
+            arrangement.config,
+            arrangement.layout,
+            changes,
+            arrangement.shapes,
+            dict(arrangement.arranged.dtypes),
+            merged=True,
+        )
+        table.append(
+            _curve_row(f"rank {rank}", scored(f"rank {rank}", open_skeleton(live)), reference, windows.cluster, kept)
+        )
+    return [*table, _curve_row("tuned", reference, reference, windows.cluster, 1.0)]
+
+
+def _cut_to(changes: Mapping[str, Change], rank: int) -> tuple[dict[str, Change], float]:
+    """The same changes with every low-rank one cut to `rank`, and the share of their energy that is left."""
+
+    def cut_factors(A: Tensor, B: Tensor) -> tuple[Tensor, Tensor]:
+        L, R, _ = reduce(B, A, rank)
+        return R.float(), L.float()
+
+    result, whole, left = {}, 0.0, 0.0
+    for parameter, change in changes.items():
+        shorter = [replace(low, cut=cut_factors) for low in change.low_rank]
+        result[parameter] = replace(change, low_rank=shorter)
+        for low in change.low_rank:
+            A, B = low.factors()
+            values = (low.scale * singular_values(B, A)).square()
+            whole, left = whole + float(values.sum()), left + float(values[:rank].sum())
+    return result, left / whole if whole else 1.0
+
+
+def _curve_row(model: str, nll: Any, reference: Any, cluster: str, kept: float) -> dict[str, Any]:
+    compared = paired(reference, nll, cluster=cluster)
+    ratio = [compared.ratio, compared.low, compared.high]
+    return {
+        "model": model,
+        "perplexity": _short(compared.new.ppl),
+        "against_tuned": [None if x is None else float(f"{x:.5g}") for x in ratio],
+        "kept": _short(kept),
+    }
 
 
 # -- combine -------------------------------------------------------------------------------------------------------------

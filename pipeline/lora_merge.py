@@ -34,9 +34,11 @@ from ..lora.delta import Rounding, effective_rank, singular_values
 from ..lora.match import Weighted
 from ..lora.merge import Live, Piece, hooked, merge_tensor, pieces_by_tensor
 from ..lora.settings import MergeSettings
+from ..quant.decode import DenseView
 from ..quant.scheme import STORAGE
 from ..surgery.untie import head_to_add, untied_config
 from .progress import Progress
+from .qlora import AsTrained, merge_base, regrid, survival
 from .step import Prepared, StepResult, StepRun
 from .walk import advance_probe, check_exact
 
@@ -59,8 +61,9 @@ def prepare(source: TensorSource, settings: MergeSettings) -> MergePlan:
     _refuse_twice(adapters)
     if not isinstance(settings, Rehearsal):
         _read_all(adapters)
+    base = merge_base(source, settings)
     arrangement = arrange(
-        source,
+        base,
         adapters,
         expert_layout=settings.expert_layout,
         base_is_residual=settings.base_is_residual,
@@ -69,7 +72,7 @@ def prepare(source: TensorSource, settings: MergeSettings) -> MergePlan:
         untied_config=untied_config,
     )
     if settings.check_base and not isinstance(settings, Rehearsal):
-        _check_fingerprints(source, adapters)
+        _check_fingerprints(base, source, adapters)
     layout, arranged, shapes = arrangement.layout, arrangement.arranged, arrangement.shapes
     pieces = pieces_by_tensor(arrangement.changes, layout)
     for name in pieces:
@@ -82,8 +85,8 @@ def prepare(source: TensorSource, settings: MergeSettings) -> MergePlan:
     return MergePlan(
         specs=tuple(specs),
         config=arrangement.config,
-        accounts=_accounts(source, arrangement, pieces),
-        notes=(*arrangement.notes, *_base_notes(source, adapters)),
+        accounts=_accounts(source, base, arrangement, pieces),
+        notes=(*arrangement.notes, *_base_notes(source, adapters), *_which_base(base)),
         n_blocks=len(layout.blocks),
         side_files=_tokenizer(adapters, settings, arrangement),
         adapters=tuple(adapters),
@@ -107,12 +110,12 @@ def _read_all(adapters: Sequence[Weighted]) -> None:
             weighted.adapter.read(key)
 
 
-def _check_fingerprints(source: TensorSource, adapters: Sequence[Weighted]) -> None:
+def _check_fingerprints(base: TensorSource, source: TensorSource, adapters: Sequence[Weighted]) -> None:
     """Adapters that suture wrote know their base; a model that an earlier step has yet to make cannot be compared."""
     stored = {weighted.adapter.source: weighted.adapter.metadata.get(FINGERPRINT) for weighted in adapters}
     if isinstance(source, PlannedSource) or not any(stored.values()):
         return
-    found = fingerprint(source, open_skeleton(source).layout)
+    found = fingerprint(base, open_skeleton(base).layout)
     for name, wanted in stored.items():
         if wanted is not None and wanted != found:
             raise SutureError(
@@ -155,22 +158,45 @@ def _tokenizer(
     return {name: own.get(name) for name in TOKENIZER_FILES}
 
 
-def _accounts(source: TensorSource, arrangement: Arrangement, pieces: dict[str, list[Piece]]) -> dict[str, Account]:
+def _which_base(base: TensorSource) -> list[str]:
+    """The choice that decides what a QLoRA adapter is added to, by name."""
+    if isinstance(base, AsTrained):
+        kind = "NF4 with double quantization" if base.double else "NF4"
+        return [f"base: dequantized: merged into what {kind} makes of {len(base.transposed)} linear layers"]
+    if isinstance(base, DenseView):
+        return [f"base: dequantized: merged into {len(base.packed)} dequantized weights; the output is not quantized"]
+    return []
+
+
+_OF_ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale")
+
+
+def _accounts(
+    source: TensorSource, base: TensorSource, arrangement: Arrangement, pieces: dict[str, list[Piece]]
+) -> dict[str, Account]:
     arranged, layout = arrangement.arranged, arrangement.layout
     new_biases = {f"{name.removesuffix('.bias')}.weight": name for name in arranged.zeros}
     accounts = {}
-    for name in source.shapes:
+    for name in base.shapes:
+        parts = base.parts(name) if isinstance(base, DenseView) else (name,)
         outputs = arranged.outputs_of(name)
         if not outputs:
             reason = layout.stale.get(name) or "not read by a loader: a stale buffer, or a copy of the tied embedding"
-            accounts[name] = Account("dropped", reason=reason)
+            accounts |= dict.fromkeys(parts, Account("dropped", reason=reason))
             continue
         changed = [output for output in outputs if output in pieces]
         beside = tuple(new_biases[output] for output in outputs if output in new_biases)
-        how = f"adapter merged into {', '.join(changed)}" if len(outputs) > 1 else "adapter merged"
-        action = "changed" if changed or beside else "copied"
-        accounts[name] = Account(action, (*outputs, *beside), how if changed else "bias added" if beside else "")
-    return accounts
+        how = [f"adapter merged into {', '.join(changed)}" if len(outputs) > 1 else "adapter merged"] if changed else []
+        how = (["bias added"] if beside else []) + how
+        if parts != (name,):
+            how = ["dequantized", *how]
+        elif isinstance(base, AsTrained) and name in base.transposed:
+            how = ["through NF4 and back", *how]
+        account = Account("changed" if how else "copied", (*outputs, *beside), "; ".join(how))
+        for part in parts:
+            unused = parts != (name,) and part.endswith(_OF_ACTIVATIONS)
+            accounts[part] = Account("dropped", reason="of rounded activations") if unused else account
+    return {name: accounts[name] for name in source.shapes}
 
 
 def rehearsal(plan: MergePlan, settings: MergeSettings) -> tuple[str, MergeSettings]:
@@ -185,12 +211,12 @@ def rehearsal(plan: MergePlan, settings: MergeSettings) -> tuple[str, MergeSetti
 def run(work: StepRun, plan: MergePlan, settings: MergeSettings) -> StepResult:
     """Write every tensor, then check what was written against the live model."""
     _same_adapters(work, plan)
-    tensors = write_merged(
-        work.checkpoint, plan, work.shards, work.directory, work.staging, work.key, work.progress, work.label
-    )
+    base = merge_base(work.checkpoint, settings)
+    tensors = write_merged(base, plan, work.shards, work.directory, work.staging, work.key, work.progress, work.label)
     write_whole(work.directory / "config.json", to_json(plan.config))
-    receipt = {"adapters": _adapter_records(plan), "tensors": tensors, **_summary(tensors)}
-    checked, expected = _self_check(work, plan, open_checkpoint(work.directory))
+    receipt = {"adapters": _adapter_records(plan), "base": settings.base, "tensors": tensors, **_summary(tensors)}
+    _refuse_vanishing(work, settings, receipt["survives_requantizing"])
+    checked, expected = _self_check(work, plan, base, open_checkpoint(work.directory))
     return StepResult({}, expected, receipt | checked)
 
 
@@ -204,8 +230,22 @@ def _same_adapters(work: StepRun, plan: MergePlan) -> None:
         raise SutureError("adapter: its weights are not those that the interrupted run had", "start with --overwrite")
 
 
+_VANISHED = 0.5  # share of a change below which quantizing again is said to lose it
+
+
+def _refuse_vanishing(work: StepRun, settings: MergeSettings, share: float | None) -> None:
+    """A later step that quantizes would undo the merge: said before the hours, unless it is wanted."""
+    if share is None or share >= _VANISHED or not work.rounded_later or settings.allow_vanishing:
+        return
+    raise SutureError(
+        f"{work.label}: the change is smaller than the quantization steps and would vanish: merged into dequantized "
+        f"weights, {100 * share:.1f} % of it would survive being quantized the same way again",
+        "merge into the original weights and quantize those (base: original), or set allow_vanishing: true",
+    )
+
+
 def write_merged(
-    checkpoint: Checkpoint,
+    source: TensorSource,
     plan: MergePlan,
     shards: ShardPlan,
     directory: Path,
@@ -234,15 +274,22 @@ def write_merged(
         syncing: Future[None] | None = None
         waiting = 0
         todo = plan.specs[done["upto"] :]
-        ahead = _ahead(reader, [_reading(checkpoint, plan, spec.name) for spec in todo])
+        ahead = _ahead(reader, [_reading(source, plan, spec.name) for spec in todo])
         numbered = zip(range(done["upto"] + 1, len(plan.specs) + 1), todo, ahead, strict=True)
         for upto, spec, stored in progress.track(numbered, len(todo), label):
             if _suspicious(stored):
-                finite(stored, spec.name, checkpoint.source)
+                finite(stored, spec.name, source.source)
             if spec.name in pieces:
+                again = regrid(source, plan.arrangement.arranged.names.get(spec.name, ""))
+                before = stored.clone() if again is not None else stored
                 stored, found = merge_tensor(stored, pieces[spec.name])
                 _check_overflow(stored, spec.name)
-                records |= {name: _record(plan, name, rounding) for name, rounding in found.items()}
+                made = {name: _record(plan, name, rounding) for name, rounding in found.items()}
+                if again is not None and before.shape == stored.shape:
+                    along, energy = survival(before, stored, again)
+                    for record in made.values():
+                        record["survives_requantizing"] = _short(along / energy) if energy else None
+                records |= made
             writer.write(spec.name, stored)
             waiting += spec.nbytes
             if waiting >= _SYNC or upto == len(plan.specs):
@@ -256,11 +303,9 @@ def write_merged(
     return records
 
 
-def _reading(checkpoint: Checkpoint, plan: MergePlan, name: str) -> Callable[[], Tensor]:
-    arranged = plan.arrangement.arranged
-    if name in arranged.zeros:
-        return lambda: arranged.read(name)
-    return lambda: checkpoint.read(arranged.names[name])
+def _reading(source: TensorSource, plan: MergePlan, name: str) -> Callable[[], Tensor]:
+    arranged = replace(plan.arrangement.arranged, base=source)
+    return lambda: arranged.read(name)
 
 
 def _ahead(pool: ThreadPoolExecutor, reads: Sequence[Callable[[], Tensor]]) -> Iterator[Tensor]:
@@ -341,8 +386,18 @@ def _summary(tensors: dict[str, Any]) -> dict[str, Any]:
             f"{100 * lost / delta:.0f} % of the change is rounding noise: it is small beside the steps of the stored dtype; "
             "float32 weights would keep it"
         )
+    regridded = [record for record in tensors.values() if record.get("survives_requantizing") is not None]
+    energy = sum(record["delta_norm"] ** 2 for record in regridded)
+    survives = sum(record["survives_requantizing"] * record["delta_norm"] ** 2 for record in regridded)
+    share = survives / energy if energy else None
+    if share is not None and share < _VANISHED:
+        notes.append(
+            "this change is smaller than the quantization steps of its base: quantized the same way again, "
+            f"{100 * share:.1f} % of it would be left; to keep it, merge into the original weights and quantize those"
+        )
     return {
         "relative_delta": _short(delta / weight) if weight else None,
+        "survives_requantizing": _short(share) if share is not None else None,
         "kept": _short(kept / delta**2) if delta else None,
         "lost_to_rounding": _short(lost / delta) if delta else None,
         "notes": notes,
@@ -366,11 +421,13 @@ def _adapter_record(adapter: Adapter, share: float, plan: MergePlan) -> dict[str
 # -- the proof -----------------------------------------------------------------------------------------------------------
 
 
-def _self_check(work: StepRun, plan: MergePlan, written: Checkpoint) -> tuple[dict[str, Any], Tensor]:
+def _self_check(
+    work: StepRun, plan: MergePlan, base: TensorSource, written: Checkpoint
+) -> tuple[dict[str, Any], Tensor]:
     """(receipt, logits of the probe by the written weights): unmerged against merged, and merged against stored."""
     n_blocks = min(work.verify_blocks, plan.n_blocks)
-    live = _live(work, plan, unmerged=True)
-    exact = _live(work, plan, unmerged=False)
+    live = _live(plan, base, unmerged=True)
+    exact = _live(plan, base, unmerged=False)
     unmerged = _probe_logits(work, open_skeleton(live, device=work.device), n_blocks, live)
     merged = _probe_logits(work, open_skeleton(exact, device=work.device), n_blocks, None)
     stored = _probe_logits(work, open_skeleton(written, device=work.device), n_blocks, None)
@@ -384,10 +441,10 @@ def _self_check(work: StepRun, plan: MergePlan, written: Checkpoint) -> tuple[di
     return {"unmerged_against_merged": same | {"blocks": n_blocks}, "merged_against_stored": rounded}, stored
 
 
-def _live(work: StepRun, plan: MergePlan, unmerged: bool) -> Live:
+def _live(plan: MergePlan, base: TensorSource, unmerged: bool) -> Live:
     arrangement = plan.arrangement
     return Live(
-        arranged=_on_disk(arrangement, work.checkpoint),
+        arranged=replace(arrangement.arranged, base=base),  # in `prepare` it may have been a planned one
         config=arrangement.config,
         layout=arrangement.layout,
         changes=arrangement.changes,
@@ -395,11 +452,6 @@ def _live(work: StepRun, plan: MergePlan, unmerged: bool) -> Live:
         dtypes=dict(arrangement.arranged.dtypes),
         merged=not unmerged,
     )
-
-
-def _on_disk(arrangement: Arrangement, checkpoint: TensorSource) -> TensorSource:
-    """The arranged source over the checkpoint that is at hand now; in `prepare` it may have been a planned one."""
-    return replace(arrangement.arranged, base=checkpoint)
 
 
 def _probe_logits(work: StepRun, skeleton: Skeleton, n_blocks: int, live: Live | None) -> Tensor:

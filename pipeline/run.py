@@ -271,6 +271,7 @@ def _step_run(
         verify_blocks=plan.verify_blocks,
         progress=progress,
         device=plan.device,
+        rounded_later=any(step.kind.rounds for step in plan.steps[number:]),
     )
 
 

@@ -81,6 +81,7 @@ class StepRun:
     verify_blocks: int  # blocks that verification will reload
     progress: Progress
     device: torch.device
+    rounded_later: bool = False  # a step after this one quantizes
 
 
 @dataclass(frozen=True)

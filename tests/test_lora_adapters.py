@@ -5,14 +5,14 @@ import json
 import pytest
 import torch
 from adapters import TARGETS, edit_adapter, live, logits, trained
-from kit import Shelf, edit, make, quantize, read, run
+from kit import Shelf, edit, ids_file, make, quantize, read, run
 from safetensors.torch import load_file
 
 from suture.checkpoint.errors import SutureError
 from suture.lora.delta import effective_rank, reduce, singular_values
 from suture.lora.extract import spectrum
 from suture.lora.transport import Map, find_map, pooled
-from suture.pipeline.adapters import attach, combine, extract, inspect_adapter, transport
+from suture.pipeline.adapters import attach, combine, extract, extraction_curve, inspect_adapter, transport
 
 
 @pytest.fixture(scope="module")
@@ -140,6 +140,16 @@ def test_extraction_keeps_the_best_rank_and_says_what_it_left(shelf, tmp_path):
         assert "budget" not in how or 3000 < spent <= 4000
         skipped = [note for note in written.notes if "not covered" in note]
         assert len(skipped) == 2 and all("embeddings: skip" in note for note in skipped)
+
+
+def test_the_curve_goes_from_the_base_to_the_tuned_model(shelf, tmp_path):
+    after = tuned(shelf, "L1", tmp_path / "tuned", noise)
+    extract(shelf("L1"), after, tmp_path / "new", rank=64)
+    text = ids_file(tmp_path / "ids.jsonl", rows=6, length=40)
+    rows = extraction_curve(shelf("L1"), after, tmp_path / "new", str(text), ranks=[2, 64], window=40)
+    assert [row["model"] for row in rows] == ["base", "rank 2", "rank 64", "tuned"]
+    assert rows[2]["against_tuned"][0] == pytest.approx(1, abs=1e-4) and rows[2]["kept"] == pytest.approx(1)
+    assert abs(rows[0]["against_tuned"][0] - 1) > 0.01 and 0 < rows[1]["kept"] < 1
 
 
 def test_the_randomized_svd_agrees_with_the_full_one():

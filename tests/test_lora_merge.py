@@ -391,3 +391,57 @@ def test_a_residual_base_takes_the_change_plainly(shelf, tmp_path):
     edit_adapter(adapter, init_lora_weights="loftq")
     merge_alone(shelf("L1"), adapter, tmp_path / "b", base_is_residual=True)
     assert all(torch.equal(x, read(tmp_path / "b")[k]) for k, x in read(tmp_path / "a").items())
+
+
+# ---- QLoRA: which base, and what quantizing it again leaves
+
+
+@pytest.mark.parametrize("name", ["L1", "GP"])
+def test_f15_both_bases_are_offered_and_named(tmp_path, name):
+    model = make(name, tmp_path / "model")
+    adapter = trained(model, tmp_path / "adapter", target_modules=TARGETS[name][:2], std=0.02)
+    quantized = tmp_path / "nf4"
+    run({"model": str(model), "steps": [{"nf4": {}}], "output": str(quantized)})
+    done = merge(model, adapter, tmp_path / "a", base="dequantized")
+    again = merge(quantized, adapter, tmp_path / "b", base="dequantized")
+    for out in (done, again):
+        (receipt,) = out.manifest["receipts"]
+        assert receipt["base"] == "dequantized" and any("base: dequantized" in note for note in out.manifest["notes"])
+        assert receipt["survives_requantizing"] is not None
+    assert all(torch.equal(x, read(tmp_path / "b")[k]) for k, x in read(tmp_path / "a").items())
+    assert "quantization_config" not in json.loads((tmp_path / "b/config.json").read_text())
+    assert_same(logits(tmp_path / "b"), live(quantized_dense(quantized, tmp_path / "dense"), adapter), 0.02)
+    with pytest.raises(SutureError, match="is quantized, and base: original asks"):
+        merge(quantized, adapter, tmp_path / "c")
+
+
+def quantized_dense(quantized, output):
+    run({"model": str(quantized), "steps": [{"dequantize": {}}], "output": str(output)})
+    return output
+
+
+def test_f15_a_change_that_would_vanish_is_refused_and_the_right_order_keeps_it(tmp_path):
+    model = make("L1", tmp_path / "model")
+    adapter = trained(model, tmp_path / "adapter", target_modules=["q_proj", "down_proj"], std=0.01)
+    wrong = [{"lora.merge": {"adapter": str(adapter), "base": "dequantized"}}, {"nf4": {}}]
+    with pytest.raises(SutureError, match=r"would vanish: .* [\d.]+ % of it would survive"):
+        run({"model": str(model), "steps": wrong, "output": str(tmp_path / "out")})
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "model"]
+    wrong[0]["lora.merge"]["allow_vanishing"] = True
+    done = run({"model": str(model), "steps": wrong, "output": str(tmp_path / "wrong")})
+    receipt = done.manifest["receipts"][0]
+    assert receipt["survives_requantizing"] < 0.2 and any(
+        "smaller than the quantization" in n for n in receipt["notes"]
+    )
+    right = [{"lora.merge": {"adapter": str(adapter)}}, {"nf4": {}}]
+    run({"model": str(model), "steps": right, "output": str(tmp_path / "right")})
+    run({"model": str(model), "steps": [{"nf4": {}}], "output": str(tmp_path / "nf4")})
+    merge_alone(model, adapter, tmp_path / "merged")
+    name = "model.layers.0.mlp.down_proj.weight"
+    base, merged = read(model)[name].float(), read(tmp_path / "merged")[name].float()
+    nf4, kept, lost = (
+        read(quantized_dense(tmp_path / d, tmp_path / f"{d}-dense"))[name].float() for d in ("nf4", "right", "wrong")
+    )
+    delta = merged - base
+    gain = lambda W: float(((W - nf4) * delta).sum() / delta.square().sum())  # noqa: E731
+    assert gain(kept) > 0.7 and gain(lost) < 0.2
