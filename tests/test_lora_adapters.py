@@ -290,6 +290,22 @@ def test_an_adapter_follows_linear_surgery_exactly(shelf, tmp_path, surgery):
     assert_follows(shelf, adapter, shelf("L0"), after, merged, tmp_path)
 
 
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [{"fuse": {}}],
+        [{"fuse": {}}, {"unfuse": {}}],
+        [{"permute": {"heads": "random", "neurons": "random"}}],
+        [{"fold_norms": {}}],
+    ],
+)
+def test_an_adapter_follows_the_steps_that_keep_the_function(shelf, tmp_path, steps):
+    adapter = trained(shelf("L1"), tmp_path / "adapter", target_modules=TARGETS["L1"])
+    run({"model": str(shelf("L1")), "steps": steps, "output": str(tmp_path / "after")})
+    transport(adapter, shelf("L1"), tmp_path / "after", tmp_path / "carried")
+    assert_same(live(tmp_path / "after", tmp_path / "carried"), live(shelf("L1"), adapter), 3e-5)
+
+
 def test_fused_layers_taken_apart_and_put_together(shelf):
     """Row blocks of a fused matrix, also interleaved per head, and back."""
     generator = torch.Generator().manual_seed(0)

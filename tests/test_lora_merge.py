@@ -184,6 +184,12 @@ def test_f4_a_grown_vocabulary_brings_its_tokenizer(shelf, tmp_path):
     assert not (tmp_path / "out/merges.txt").exists() and "merges.txt" not in done.manifest["side_files"]
 
 
+@pytest.mark.parametrize("name", ["W-gemma3", "W-gemma3-new"])
+def test_f12_the_text_model_inside_a_vision_wrapper(shelf, tmp_path, name):
+    adapter = trained(shelf(name), tmp_path / "adapter", target_modules=r".*language_model.*\.(q_proj|down_proj)")
+    assert_merged(shelf(name), adapter, tmp_path / "out")
+
+
 # ---- experts
 
 
