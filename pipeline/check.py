@@ -10,6 +10,8 @@ import torch
 from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import MANIFEST, read_manifest, sha256_file
 from ..checkpoint.reader import open_checkpoint
+from ..lora.adapter import open_adapter
+from ..lora.config import CONFIG
 from .verify import reload_here
 
 
@@ -17,6 +19,9 @@ def check(directory: Path, load: bool = True) -> dict[str, Any]:
     """Verify an output against its manifest. Raises SutureError naming the first thing that is off."""
     manifest = read_manifest(directory)
     _check_files(directory, manifest)
+    if (directory / CONFIG).is_file():  # an adapter: it is opened with every check, and loads in no model alone
+        adapter = open_adapter(directory)
+        return {"files": len(manifest["files"]), "tensors": len(adapter.tensors), "loaded": False, "fallbacks": 0}
     checkpoint = open_checkpoint(directory)
     _check_tensors(directory, checkpoint.shapes, checkpoint.dtypes, manifest)
     lost = [name for name, account in manifest["inputs"].items() if account["action"] not in _ACTIONS]

@@ -364,5 +364,6 @@ def test_the_command_line(shelf, tmp_path):
     assert summed.exit_code == 0, summed.output
     seen = call(app, ["lora", "inspect", str(tmp_path / "b"), "--json"])
     assert json.loads(seen.output)["r"] == 8 and json.loads(seen.output)["changes_nothing"]
+    assert call(app, ["check", str(tmp_path / "b")]).exit_code == 0
     again = call(app, ["lora", "attach", str(shelf("L1")), str(tmp_path / "a"), "--r", "4"])
     assert again.exit_code == 1

@@ -13,6 +13,7 @@ from suture.checkpoint.errors import SutureError
 from suture.checkpoint.reader import open_checkpoint
 from suture.lora.merge import merge_tensor, pieces_by_tensor
 from suture.lora.settings import MergeSettings
+from suture.pipeline import lora_merge
 from suture.pipeline.lora_merge import prepare
 
 
@@ -324,6 +325,64 @@ def test_experts_lora_b_in_the_other_order(shelf, tmp_path):
 
     merge_alone(shelf("MX"), edit_adapter(adapter, reorder), tmp_path / "b", expert_layout="expert-major")
     assert all(torch.equal(x, read(tmp_path / "b")[k]) for k, x in read(tmp_path / "a").items())
+
+
+def test_gpt2_shards_without_their_prefix(shelf, tmp_path):
+    adapter = trained(shelf("GP"), tmp_path / "adapter", target_modules=["c_attn", "c_fc"])
+    hub = edit(
+        make("GP", tmp_path / "hub", "float32"),
+        lambda tensors: {k.removeprefix("transformer."): t for k, t in tensors.items() if k != "lm_head.weight"},
+    )
+    assert_merged(hub, adapter, tmp_path / "out")
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_adapters_of_single_experts_as_older_versions_trained_them(shelf, tmp_path, fused):
+    model = shelf("MX")
+    if fused:
+        model = edit(make("MX", tmp_path / "fused", "float32"), fuse_experts)
+    generator = torch.Generator().manual_seed(0)
+    tensors, wanted = {}, {k: t.clone() for k, t in read(shelf("MX")).items()}
+    for block in range(2):
+        for expert in range(4):
+            for part, (out, inner) in {"w1": (96, 64), "w2": (64, 96), "w3": (96, 64)}.items():
+                path = f"model.layers.{block}.block_sparse_moe.experts.{expert}.{part}"
+                A, B = (0.1 * torch.randn(*s, generator=generator) for s in ((3, inner), (out, 3)))
+                tensors |= {f"base_model.model.{path}.lora_{n}.weight": x for n, x in (("A", A), ("B", B))}
+                wanted[f"{path}.weight"] += 5 / 3 * B @ A
+    adapter = tmp_path / "adapter"
+    adapter.mkdir()
+    save_file(tensors, adapter / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": 3, "lora_alpha": 5, "target_modules": ["w1", "w2", "w3"]}
+    (adapter / "adapter_config.json").write_text(json.dumps(config))
+    merge_alone(model, adapter, tmp_path / "out")
+    found = read(tmp_path / "out")
+    wanted = fuse_experts(wanted) if fused else wanted
+    assert all(torch.allclose(found[k], t, atol=1e-5) for k, t in wanted.items())
+
+
+def test_a_merge_that_was_killed_goes_on_to_the_same_bytes(shelf, tmp_path, monkeypatch):
+    adapter = trained(shelf("L1"), tmp_path / "adapter", target_modules=TARGETS["L1"])
+    whole = merge(shelf("L1"), adapter, tmp_path / "whole")
+    monkeypatch.setattr(lora_merge, "_SYNC", 1)
+    monkeypatch.setattr("suture.pipeline.run.preflight", lambda plan, scratch: None)
+    calls = []
+
+    def dying(stored, pieces):
+        calls.append(len(calls))
+        if len(calls) == 9:
+            raise KeyboardInterrupt
+        return merge_tensor(stored, pieces)
+
+    monkeypatch.setattr(lora_merge, "merge_tensor", dying)
+    with pytest.raises(KeyboardInterrupt):
+        merge(shelf("L1"), adapter, tmp_path / "out")
+    step = {"lora.merge": {"adapter": str(adapter)}}
+    recipe = {"model": str(shelf("L1")), "steps": [step], "output": str(tmp_path / "out")}
+    resumed = run(recipe, resume=True)
+    assert 9 < len(calls) < 9 + 14  # the first eight were not made again
+    assert resumed.manifest["files"] == whole.manifest["files"]
+    assert resumed.manifest["receipts"] == whole.manifest["receipts"]
 
 
 # ---- refusals: one sentence, nothing written
