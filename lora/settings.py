@@ -24,11 +24,8 @@ class MergeSettings(_Strict):
     adapter: str | list[AdapterShare] = Field(description="a directory, or a list of {adapter: DIR, weight: NUMBER}")
     base: Literal["original", "dequantized"] = Field(
         "original",
-        description="what the change is added to: the model as it is, or what its quantized copy dequantizes to, which "
-        "is what a QLoRA run saw",
-    )
-    quantization: Literal["nf4", "nf4-double"] = Field(
-        "nf4-double", description="for base: dequantized of an unquantized model: how training had quantized it"
+        description="what the change is added to: the model as it is, or what NF4 (blocks of 64) makes of its linear "
+        "layers, which is what a QLoRA run saw",
     )
     base_is_residual: bool = Field(
         False, description="the model is the changed base that PiSSA, OLoRA, CorDA, LoRA-GA or LoftQ saved for training"

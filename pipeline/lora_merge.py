@@ -34,11 +34,10 @@ from ..lora.delta import Rounding, effective_rank, singular_values
 from ..lora.match import Weighted
 from ..lora.merge import Live, Piece, hooked, merge_tensor, pieces_by_tensor
 from ..lora.settings import MergeSettings
-from ..quant.decode import DenseView
 from ..quant.scheme import STORAGE
 from ..surgery.untie import head_to_add, untied_config
 from .progress import Progress
-from .qlora import AsTrained, merge_base, regrid, survival
+from .qlora import AsTrained, merge_base, survival
 from .step import Prepared, StepResult, StepRun
 from .walk import advance_probe, check_exact
 
@@ -161,14 +160,8 @@ def _tokenizer(
 def _which_base(base: TensorSource) -> list[str]:
     """The choice that decides what a QLoRA adapter is added to, by name."""
     if isinstance(base, AsTrained):
-        kind = "NF4 with double quantization" if base.double else "NF4"
-        return [f"base: dequantized: merged into what {kind} makes of {len(base.transposed)} linear layers"]
-    if isinstance(base, DenseView):
-        return [f"base: dequantized: merged into {len(base.packed)} dequantized weights; the output is not quantized"]
+        return [f"base: dequantized: merged into what NF4 makes of {len(base.transposed)} linear layers"]
     return []
-
-
-_OF_ACTIVATIONS = ("input_scale", "input_zero_point", "activation_scale")
 
 
 def _accounts(
@@ -177,26 +170,20 @@ def _accounts(
     arranged, layout = arrangement.arranged, arrangement.layout
     new_biases = {f"{name.removesuffix('.bias')}.weight": name for name in arranged.zeros}
     accounts = {}
-    for name in base.shapes:
-        parts = base.parts(name) if isinstance(base, DenseView) else (name,)
+    for name in source.shapes:
         outputs = arranged.outputs_of(name)
         if not outputs:
             reason = layout.stale.get(name) or "not read by a loader: a stale buffer, or a copy of the tied embedding"
-            accounts |= dict.fromkeys(parts, Account("dropped", reason=reason))
+            accounts[name] = Account("dropped", reason=reason)
             continue
         changed = [output for output in outputs if output in pieces]
         beside = tuple(new_biases[output] for output in outputs if output in new_biases)
         how = [f"adapter merged into {', '.join(changed)}" if len(outputs) > 1 else "adapter merged"] if changed else []
         how = (["bias added"] if beside else []) + how
-        if parts != (name,):
-            how = ["dequantized", *how]
-        elif isinstance(base, AsTrained) and name in base.transposed:
+        if isinstance(base, AsTrained) and name in base.transposed:
             how = ["through NF4 and back", *how]
-        account = Account("changed" if how else "copied", (*outputs, *beside), "; ".join(how))
-        for part in parts:
-            unused = parts != (name,) and part.endswith(_OF_ACTIVATIONS)
-            accounts[part] = Account("dropped", reason="of rounded activations") if unused else account
-    return {name: accounts[name] for name in source.shapes}
+        accounts[name] = Account("changed" if how else "copied", (*outputs, *beside), "; ".join(how))
+    return accounts
 
 
 def rehearsal(plan: MergePlan, settings: MergeSettings) -> tuple[str, MergeSettings]:
@@ -280,13 +267,14 @@ def write_merged(
             if _suspicious(stored):
                 finite(stored, spec.name, source.source)
             if spec.name in pieces:
-                again = regrid(source, plan.arrangement.arranged.names.get(spec.name, ""))
-                before = stored.clone() if again is not None else stored
+                grid = plan.arrangement.arranged.names.get(spec.name) if isinstance(source, AsTrained) else None
+                on_grid = isinstance(source, AsTrained) and grid in source.transposed
+                before = stored.clone() if on_grid else stored
                 stored, found = merge_tensor(stored, pieces[spec.name])
                 _check_overflow(stored, spec.name)
                 made = {name: _record(plan, name, rounding) for name, rounding in found.items()}
-                if again is not None and before.shape == stored.shape:
-                    along, energy = survival(before, stored, again)
+                if on_grid and grid is not None and isinstance(source, AsTrained):
+                    along, energy = survival(before, stored, source.again(grid, stored))
                     for record in made.values():
                         record["survives_requantizing"] = _short(along / energy) if energy else None
                 records |= made

@@ -3,43 +3,45 @@
 Training on 4-bit weights fits the adapter to Q(W), not to W. Both can be merged into: `original` adds the change to W,
 `dequantized` to Q(W). The second lies on Q's grid, so a change smaller than its steps is rounded away when the result is
 quantized that way again: the adapter vanishes. How much survives is measured here: <Q(W') - W, dW> / <dW, dW>.
+
+Q is NF4 (arXiv 2305.14314): the matrix [out, in] as one row-major run in blocks of 64, each divided by its largest
+magnitude, each quotient replaced by the nearest of 16 points. As bitsandbytes does it, bit for bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..calibrate.skeleton import open_skeleton
-from ..checkpoint.errors import SutureError
-from ..checkpoint.reader import Checkpoint
-from ..checkpoint.source import PlannedSource, TensorSource
+from ..checkpoint.source import TensorSource
 from ..lora.settings import MergeSettings
-from ..quant.bitsandbytes import blockwise_from, quantize_4bit
-from ..quant.decode import DenseView, dense_view
-from ..quant.rtn import rtn
-from ..quant.scheme import STORAGE
 
-NF4_BLOCK = 64  # numbers that share a scale, as bitsandbytes quantizes a model on loading
+BLOCK = 64
+POINTS = (
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
+    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
+    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class AsTrained:
-    """A model whose linear layers read as bitsandbytes' NF4 makes them: quantized and dequantized, in their own dtype."""
+    """A model whose linear layers read as NF4 makes them: quantized and dequantized, in their own dtype."""
 
     base: TensorSource
     transposed: Mapping[str, bool]  # tensors that go through NF4 -> whether they are stored [in, out]
-    double: bool  # double quantization of the scales
 
     @property
     def source(self) -> str:
         return self.base.source
 
     @property
-    def config(self) -> dict[str, object]:
+    def config(self) -> dict[str, Any]:
         return self.base.config
 
     @property
@@ -62,58 +64,31 @@ class AsTrained:
 
     def again(self, name: str, W: Tensor) -> Tensor:
         """W through NF4 and back."""
-        return _nf4(W.T, self.double).T.contiguous() if self.transposed[name] else _nf4(W, self.double)
+        return nf4(W.T).T.contiguous() if self.transposed[name] else nf4(W)
 
 
-def _nf4(W: Tensor, double: bool) -> Tensor:
-    return quantize_4bit(W.contiguous(), "nf4", NF4_BLOCK, double).dequantize().to(W.dtype)
+def nf4(W: Tensor) -> Tensor:
+    """W [out, in] through NF4 and back, in its own dtype."""
+    points = torch.tensor(POINTS)
+    middles = (points[1:] + points[:-1]) / 2
+    flat = W.float().contiguous().flatten()
+    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
+    absmax = blocks.abs().amax(1, keepdim=True)
+    codes = torch.bucketize(blocks / absmax.clamp_min(1e-38), middles)
+    return (points[codes] * absmax).flatten()[: flat.numel()].view(W.shape).to(W.dtype)
 
 
 def merge_base(source: TensorSource, settings: MergeSettings) -> TensorSource:
-    """What adapters are added to. Raises SutureError when it is not clear which base is meant."""
-    if not isinstance(source, Checkpoint | PlannedSource):
-        return source
-    view = dense_view(source, weights_alone=True)
-    if isinstance(view, DenseView):
-        if settings.base == "original":
-            raise SutureError(
-                f"{source.source}: is quantized, and base: original asks for the weights that it was made from",
-                "give that checkpoint, or set base: dequantized to merge into what this one dequantizes to",
-            )
-        return view
+    """What adapters are added to."""
     if settings.base == "original":
         return source
     layout = open_skeleton(source).layout
-    chosen = {linear.place.tensor: linear.conv1d for linear in layout.linears if linear.place.expert is None}
-    return AsTrained(source, chosen, settings.quantization == "nf4-double")
-
-
-def regrid(base: TensorSource, name: str) -> Callable[[Tensor], Tensor] | None:
-    """Quantizing the tensor `name` again as it was, and back; None for a tensor or a format that this is not known of."""
-    if isinstance(base, AsTrained):
-        return (lambda W: base.again(name, W)) if name in base.transposed else None
-    packed = base.packed.get(name) if isinstance(base, DenseView) else None
-    if packed is None or not isinstance(base, DenseView):
-        return None
-    scheme = packed.scheme
-    if scheme is not None:
-        return lambda W: rtn(W.float(), scheme, STORAGE[packed.dtype]).dequantize()
-    states = [part for part in packed.parts if ".quant_state." in part]
-    if not states:
-        return None
-    was = blockwise_from({part: base.checkpoint.read(part) for part in packed.parts}, name, base.source)
-    double = was.nested_absmax is not None
-
-    def again(W: Tensor) -> Tensor:
-        straight = W if tuple(W.shape) == was.shape else W.T
-        new = quantize_4bit(straight.to(STORAGE[was.dtype]).contiguous(), was.kind, was.block, double).dequantize()
-        return new if straight is W else new.T
-
-    return again
+    chosen = {linear.place.tensor: linear.conv1d for linear in layout.linears if linear.expert is None}
+    return AsTrained(source, chosen)
 
 
 @torch.no_grad()
-def survival(base: Tensor, merged: Tensor, again: Callable[[Tensor], Tensor]) -> tuple[float, float]:
-    """(<Q(W') - W, dW>, <dW, dW>) for W on Q's grid and W' = W + dW."""
+def survival(base: Tensor, merged: Tensor, again: Tensor) -> tuple[float, float]:
+    """(<Q(W') - W, dW>, <dW, dW>) for W on Q's grid, W' = W + dW, and Q(W')."""
     delta = merged.float() - base.float()
-    return float(((again(merged).float() - base.float()) * delta).sum()), float(delta.square().sum())
+    return float(((again.float() - base.float()) * delta).sum()), float(delta.square().sum())

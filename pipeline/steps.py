@@ -90,7 +90,6 @@ STEPS: dict[str, StepKind] = {
         lora_merge.run,
         lora_merge.rehearsal,
         paths=("adapter",),
-        reads_quantized=True,
     ),
     "retie": StepKind(RetieSettings, "drop a head that equals the embedding", never, False, retie.prepare, retie.run),
     "fold_norms": StepKind(

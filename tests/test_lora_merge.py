@@ -3,18 +3,21 @@
 import json
 import shutil
 
+import bitsandbytes.functional as bitsandbytes
 import pytest
 import torch
 from adapters import TARGETS, edit_adapter, live, logits, peft_merged, trained
 from kit import Shelf, edit, fuse_experts, make, read, run
 from safetensors.torch import load_file, save_file
 
+from suture.calibrate.skeleton import open_skeleton
 from suture.checkpoint.errors import SutureError
 from suture.checkpoint.reader import open_checkpoint
 from suture.lora.merge import merge_tensor, pieces_by_tensor
 from suture.lora.settings import MergeSettings
 from suture.pipeline import lora_merge
 from suture.pipeline.lora_merge import prepare
+from suture.pipeline.qlora import nf4
 
 
 @pytest.fixture(scope="module")
@@ -461,52 +464,54 @@ def test_a_residual_base_takes_the_change_plainly(shelf, tmp_path):
 # ---- QLoRA: which base, and what quantizing it again leaves
 
 
+def bnb_nf4(W):
+    codes, state = bitsandbytes.quantize_4bit(W.contiguous(), blocksize=64, quant_type="nf4")
+    return bitsandbytes.dequantize_4bit(codes, state).to(W.dtype).reshape(W.shape)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nf4_is_bitsandbytes(dtype):
+    W = torch.randn(37, 50, generator=torch.Generator().manual_seed(0)).to(dtype)
+    W[3] = 0
+    assert torch.equal(nf4(W), bnb_nf4(W))
+
+
 @pytest.mark.parametrize("name", ["L1", "GP"])
-def test_f15_both_bases_are_offered_and_named(tmp_path, name):
-    model = make(name, tmp_path / "model")
+def test_f15_the_base_that_qlora_saw(tmp_path, name):
+    """Against PEFT's unmerged adapter on weights that bitsandbytes quantized; the choice is named."""
+    model = make(name, tmp_path / "model", "float32")
     adapter = trained(model, tmp_path / "adapter", target_modules=TARGETS[name][:2], std=0.02)
-    quantized = tmp_path / "nf4"
-    run({"model": str(model), "steps": [{"nf4": {}}], "output": str(quantized)})
-    done = merge(model, adapter, tmp_path / "a", base="dequantized")
-    again = merge(quantized, adapter, tmp_path / "b", base="dequantized")
-    for out in (done, again):
-        (receipt,) = out.manifest["receipts"]
-        assert receipt["base"] == "dequantized" and any("base: dequantized" in note for note in out.manifest["notes"])
-        assert receipt["survives_requantizing"] is not None
-    assert all(torch.equal(x, read(tmp_path / "b")[k]) for k, x in read(tmp_path / "a").items())
-    assert "quantization_config" not in json.loads((tmp_path / "b/config.json").read_text())
-    assert_same(logits(tmp_path / "b"), live(quantized_dense(quantized, tmp_path / "dense"), adapter), 0.02)
-    with pytest.raises(SutureError, match="is quantized, and base: original asks"):
-        merge(quantized, adapter, tmp_path / "c")
-
-
-def quantized_dense(quantized, output):
-    run({"model": str(quantized), "steps": [{"dequantize": {}}], "output": str(output)})
-    return output
+    done = merge(model, adapter, tmp_path / "out", base="dequantized")
+    (receipt,) = done.manifest["receipts"]
+    assert receipt["base"] == "dequantized" and any("base: dequantized" in note for note in done.manifest["notes"])
+    linears = {linear.place.tensor for linear in open_skeleton(open_checkpoint(model)).layout.linears}
+    flip = (lambda W: bnb_nf4(W.T).T) if name == "GP" else bnb_nf4
+    seen = edit(
+        make(name, tmp_path / "seen", "float32"),
+        lambda tensors: {k: flip(t) if k in linears else t for k, t in tensors.items()},
+    )
+    assert_same(logits(tmp_path / "out"), live(seen, adapter))
+    assert {n for n, a in done.manifest["inputs"].items() if a["action"] == "changed"} == linears
 
 
 def test_f15_a_change_that_would_vanish_is_refused_and_the_right_order_keeps_it(tmp_path):
     model = make("L1", tmp_path / "model")
     adapter = trained(model, tmp_path / "adapter", target_modules=["q_proj", "down_proj"], std=0.01)
-    wrong = [{"lora.merge": {"adapter": str(adapter), "base": "dequantized"}}, {"nf4": {}}]
+    quantizing = {"rtn": {"bits": 4, "group_size": 64}}
+    wrong = [{"lora.merge": {"adapter": str(adapter), "base": "dequantized"}}, quantizing]
     with pytest.raises(SutureError, match=r"would vanish: .* [\d.]+ % of it would survive"):
         run({"model": str(model), "steps": wrong, "output": str(tmp_path / "out")})
     assert sorted(p.name for p in tmp_path.iterdir()) == ["adapter", "model"]
-    wrong[0]["lora.merge"]["allow_vanishing"] = True
-    done = run({"model": str(model), "steps": wrong, "output": str(tmp_path / "wrong")})
-    receipt = done.manifest["receipts"][0]
+    done = merge(model, adapter, tmp_path / "wrong", base="dequantized")
+    (receipt,) = done.manifest["receipts"]
     assert receipt["survives_requantizing"] < 0.2 and any(
         "smaller than the quantization" in n for n in receipt["notes"]
     )
-    right = [{"lora.merge": {"adapter": str(adapter)}}, {"nf4": {}}]
-    run({"model": str(model), "steps": right, "output": str(tmp_path / "right")})
-    run({"model": str(model), "steps": [{"nf4": {}}], "output": str(tmp_path / "nf4")})
-    merge_alone(model, adapter, tmp_path / "merged")
+    merge_alone(model, adapter, tmp_path / "right")
     name = "model.layers.0.mlp.down_proj.weight"
-    base, merged = read(model)[name].float(), read(tmp_path / "merged")[name].float()
-    nf4, kept, lost = (
-        read(quantized_dense(tmp_path / d, tmp_path / f"{d}-dense"))[name].float() for d in ("nf4", "right", "wrong")
-    )
-    delta = merged - base
-    gain = lambda W: float(((W - nf4) * delta).sum() / delta.square().sum())  # noqa: E731
-    assert gain(kept) > 0.7 and gain(lost) < 0.2
+    W, merged, onto = (read(d)[name] for d in (model, tmp_path / "right", tmp_path / "wrong"))
+    delta = merged.float() - W.float()
+    gain = lambda Q: float(((Q.float() - bnb_nf4(W).float()) * delta).sum() / delta.square().sum())  # noqa: E731
+    assert gain(bnb_nf4(merged)) > 0.7 and gain(bnb_nf4(onto)) < 0.2
+    record = receipt["tensors"][name]["survives_requantizing"]
+    assert record == pytest.approx(gain(bnb_nf4(onto)), abs=0.02)
