@@ -382,3 +382,13 @@ def test_b3_neox_with_its_old_keys_stretches_too(apply, tmp_path):
     wanted = frequencies(10000.0, 4, 128, RopeScalingSettings(type="ntk", factor=4.0))
     assert torch.allclose(rotary.inv_freq.double(), wanted, rtol=1e-5)
     assert float((logits(source) - logits(done.output)).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("name", ["L1", "GP"])
+def test_a_model_too_large_to_reload_whole_is_verified_by_its_first_layers(apply, monkeypatch, name):
+    """The output's first layers, which are not the input's."""
+    monkeypatch.setattr("suture.pipeline.plan._verify_blocks", lambda plan: 2)
+    source, done = apply(name, {"layers": {"order": [1, 1, 0]}}, {"reshard": {"max_shard_size": "50KB"}})
+    assert (done.manifest["verification"]["blocks"], done.manifest["verification"]["of_blocks"]) == (2, 3)
+    assert "kl" not in done.manifest["receipts"][0]  # two of three layers say nothing about the input's
+    assert torch.allclose(logits(done.output), reference(source, [1, 1, 0]), atol=1e-4, rtol=1e-4)
