@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from .errors import SutureError
 
@@ -36,10 +36,6 @@ class TensorSource(Protocol):
         """safetensors dtype code of every tensor by disk name."""
         ...
 
-    def side(self, name: str) -> bytes | None:
-        """A file beside the weights that travels with them, whole; None when there is none of that name."""
-        ...
-
     def read(self, name: str) -> torch.Tensor:
         """The whole tensor in its stored dtype (a quantized one: dequantized, in its scales' dtype)."""
         ...
@@ -47,6 +43,20 @@ class TensorSource(Protocol):
     def read_rows(self, name: str, rows: Sequence[int]) -> torch.Tensor:
         """Rows of a 2-D tensor, without holding all of it where the storage allows."""
         ...
+
+
+@runtime_checkable
+class SideFiles(Protocol):
+    """A source that knows the files beside its weights: a checkpoint, or what a step will have written."""
+
+    def side(self, name: str) -> bytes | None:
+        """The file `name`, whole; None when there is none."""
+        ...
+
+
+def side_file(source: TensorSource, name: str) -> bytes | None:
+    """A file that travels with the source's tensors; None when there is none, or the source knows of none."""
+    return source.side(name) if isinstance(source, SideFiles) else None
 
 
 @dataclass(frozen=True)
@@ -67,7 +77,7 @@ class PlannedSource:
         if name in self.side_files:
             content = self.side_files[name]
             return content.read_bytes() if isinstance(content, Path) else content
-        return self.before.side(name) if self.before is not None else None
+        return side_file(self.before, name) if self.before is not None else None
 
     def read(self, name: str) -> torch.Tensor:
         raise SutureError(f"{name}: will only exist when the step before has run")
@@ -102,9 +112,6 @@ class OverlaySource:
     @property
     def dtypes(self) -> Mapping[str, str]:
         return self.planned.dtypes
-
-    def side(self, name: str) -> bytes | None:
-        return self.planned.side(name)
 
     def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make `tensors` readable. Raises SutureError for a name or a shape that was not planned."""
@@ -155,9 +162,6 @@ class DerivedSource:
     @property
     def dtypes(self) -> Mapping[str, str]:
         return self.planned.dtypes
-
-    def side(self, name: str) -> bytes | None:
-        return self.planned.side(name)
 
     def read(self, name: str) -> torch.Tensor:
         made = self.derive(name)

@@ -15,7 +15,7 @@ from ..calibrate.skeleton import open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import text_config, with_text_config
 from ..checkpoint.manifest import Account
-from ..checkpoint.source import TensorSource
+from ..checkpoint.source import TensorSource, side_file
 from ..quant.scheme import STORAGE
 from ..surgery import vocabulary as core
 from ..surgery.vocabulary import Rows, VocabularySettings
@@ -39,7 +39,7 @@ def prepare(source: TensorSource, settings: VocabularySettings) -> VocabularyPla
     layout = open_skeleton(source).layout
     tables = tuple(name for name in (layout.embedding, layout.head, layout.head_duplicate) if name is not None)
     size = source.shapes[layout.embedding][0]
-    generation = source.side(GENERATION)
+    generation = side_file(source, GENERATION)
     side_files: dict[str, bytes | None] = {}
     config, notes = dict(source.config), list[str]()
     numbers: dict[str, Any] = {"rows": {"before": size}}
@@ -47,7 +47,7 @@ def prepare(source: TensorSource, settings: VocabularySettings) -> VocabularyPla
     averaged: list[tuple[int, tuple[int, ...]]] = []
     tokens = kept
     if settings.trim is not None or settings.extend is not None:
-        content = core.parse_tokenizer(source.side(core.TOKENIZER))
+        content = core.parse_tokenizer(side_file(source, core.TOKENIZER))
         tokens = sorted(i for i in core.all_tokens(content).values() if i < size)
         old = content
         new_id: dict[int, int] | None = None
@@ -74,7 +74,7 @@ def prepare(source: TensorSource, settings: VocabularySettings) -> VocabularyPla
                 averaged.append((known[token], tuple(kept[i] for i in pieces)))
             numbers["added"] = {token: known[token] for token in settings.extend}
         _check_ids(content)
-        present = {name: raw for name in _FILES if (raw := source.side(name)) is not None}
+        present = {name: raw for name in _FILES if (raw := side_file(source, name)) is not None}
         side_files |= core.tokenizer_files(content, present, new_id)
         notes += [
             f"vocabulary: {name} is left out, {core.TOKENIZER} counts"

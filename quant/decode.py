@@ -61,9 +61,6 @@ class DenseView:
         dtypes = {name: dtype for name, dtype in self.checkpoint.dtypes.items() if not self._is_part(name)}
         return dtypes | {f"{m}.weight": self.checkpoint.dtypes[f"{m}.weight_scale"] for m in self.packed}
 
-    def side(self, name: str) -> bytes | None:
-        return self.checkpoint.side(name)
-
     def read(self, name: str) -> torch.Tensor:
         module = name.removesuffix(".weight")
         if module not in self.packed:
