@@ -109,8 +109,8 @@ def print_run(run: Run) -> None:
         ("output", str(run.output)),
         (
             "verified",
-            f"reloaded by transformers as {verification['loaded_as']}, {verification['blocks']} of "
-            f"{verification['of_blocks']} blocks; logits differ by at most {verification['max_difference']}",
+            f"{_how_loaded(verification)}, {verification['blocks']} of {verification['of_blocks']} blocks; logits differ by "
+            f"at most {verification['max_difference']}",
         ),
     ]
     _pairs("run", [*rows, *_receipts(run)])
@@ -136,6 +136,12 @@ def _receipts(run: Run) -> list[tuple[str, str]]:
 
 def _quantized(run: Run) -> int:
     return sum("bits" in record for record in run.manifest["modules"].values())
+
+
+def _how_loaded(verification: dict[str, Any]) -> str:
+    if "not_stock" in verification:
+        return f"read back as {verification['loaded_as']}, not loaded by others ({verification['not_stock']})"
+    return f"reloaded by transformers as {verification['loaded_as']}"
 
 
 def print_inspection(facts: dict[str, Any]) -> None:

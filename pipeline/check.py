@@ -7,12 +7,15 @@ from typing import Any
 
 import torch
 
+from ..calibrate.skeleton import open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import MANIFEST, read_manifest, sha256_file
 from ..checkpoint.reader import open_checkpoint
 from ..lora.adapter import open_adapter
 from ..lora.config import CONFIG
+from ..quant.decode import dense_view
 from .verify import reload_here
+from .walk import probe_logits
 
 
 def check(directory: Path, load: bool = True) -> dict[str, Any]:
@@ -29,7 +32,7 @@ def check(directory: Path, load: bool = True) -> dict[str, Any]:
         raise SutureError(f"{directory / MANIFEST}: {lost[0]} is neither copied, changed nor dropped")
     result = {"files": len(manifest["files"]), "tensors": len(checkpoint.tensors), "loaded": False}
     if load:
-        _check_load(directory)
+        _check_load(directory, manifest["verification"].get("not_stock"))
         result["loaded"] = True
     return result | {"fallbacks": len(manifest["fallbacks"])}
 
@@ -63,8 +66,14 @@ def _check_tensors(
             raise SutureError(f"{directory}: tensor {name} is {dtypes[name]} {list(shapes[name])}, not as recorded")
 
 
-def _check_load(directory: Path) -> None:
-    found = reload_here(directory, torch.arange(8)[None])
+def _check_load(directory: Path, not_stock: str | None) -> None:
+    probe = torch.arange(8)[None]
+    if not_stock:  # what its own loader does is not known here; that it can be read back is
+        skeleton = open_skeleton(dense_view(open_checkpoint(directory)))
+        if not bool(torch.isfinite(probe_logits(skeleton, probe, skeleton.n_blocks)).all()):
+            raise SutureError(f"{directory}: can be read, but gives NaN or infinite logits")
+        return
+    found = reload_here(directory, probe)
     if found["missing"] or found["mismatched"]:
         raise SutureError(f"{directory}: loads with missing or mismatched tensors: {found['missing'][:3]}")
     if not bool(torch.isfinite(found["logits"]).all()):

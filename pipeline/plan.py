@@ -24,6 +24,7 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.source import TensorSource
 from ..checkpoint.staging import check_output, partial_of
 from ..checkpoint.writer import ShardPlan, plan_shards
+from ..quant.decode import dense_view
 from .recipe import Recipe
 from .step import Prepared, StepKind, planned_output
 from .steps import STEPS
@@ -92,13 +93,18 @@ def make_plan(
     checkpoint = open_checkpoint(recipe.model, download=recipe.download, revision=recipe.revision)
     if must_be_free:
         check_output(Path(recipe.output), checkpoint.path, overwrite, resume)
-    if checkpoint.quantization is not None:
+    if checkpoint.quantization is not None and not STEPS[resolved[0][0]].reads_quantized:
         method = checkpoint.quantization.get("quant_method")
-        raise SutureError(f"{recipe.model}: already quantized ({method})", "give the unquantized checkpoint")
-    skeleton = open_skeleton(checkpoint)
+        raise SutureError(
+            f"{recipe.model}: already quantized ({method})",
+            "give the unquantized checkpoint, or let the step dequantize come first",
+        )
+    if recipe.report is not None:
+        dense_view(checkpoint)  # that it can be scored
+    skeleton = open_skeleton(dense_view(checkpoint, weights_alone=True))
     steps = plan_steps(recipe, checkpoint, resolved)
     max_positions = getattr(skeleton.hf_config, "max_position_embeddings", None)
-    text = text_model(checkpoint, checkpoint.shapes[skeleton.layout.embedding][0], max_positions)
+    text = text_model(checkpoint, skeleton.source.shapes[skeleton.layout.embedding][0], max_positions)
     calibration = calibration_text(recipe.calibration, text) if recipe.calibration and needy else None
     evaluations = tuple(evaluation_text(one, text) for one in recipe.report.all_sets()) if recipe.report else ()
     _refuse_dropped_tokens(steps, calibration, evaluations)
@@ -137,7 +143,7 @@ def choose_device(name: str) -> torch.device:
 
 def _check_order(names: list[str]) -> None:
     for i, name in enumerate(names[:-1]):
-        if STEPS[name].rounds:
+        if STEPS[name].rounds and not STEPS[names[i + 1]].reads_quantized:
             raise SutureError(
                 f"steps[{i + 1}].{names[i + 1]}: comes after {name}, whose output is quantized",
                 f"put {name} last: what follows would need full precision",
@@ -244,8 +250,7 @@ def _estimate(
     available = psutil.virtual_memory().available
     output = Path(recipe.output)
     where = next(parent for parent in [output, *output.resolve().parents] if parent.exists())
-    shapes = checkpoint.shapes
-    layout = skeleton.layout
+    layout, shapes = skeleton.layout, skeleton.source.shapes
     block = max(
         sum(_numel(shapes[place.tensor]) for place in layout.block_tensors(i).values())
         for i in range(skeleton.n_blocks)
@@ -329,7 +334,7 @@ def probe_ids(plan: Plan, n_steps: int = 0) -> torch.Tensor:
 def _verify_blocks(plan: Plan) -> int:
     """All blocks, or as many as fit in the memory at hand."""
     n = plan.steps[-1].prepared.n_blocks
-    dense = 2 * 4 * sum(_numel(shape) for shape in plan.checkpoint.shapes.values())  # stored and float32 together
+    dense = 2 * 4 * sum(_numel(shape) for shape in plan.skeleton.source.shapes.values())  # stored and float32 together
     available = plan.estimate.available_memory * 0.6
     if plan.recipe.verify == "full" or (plan.recipe.verify == "auto" and dense < available):
         return n
@@ -339,7 +344,7 @@ def _verify_blocks(plan: Plan) -> int:
 
 
 def _outside_blocks(plan: Plan) -> float:
-    layout, shapes = plan.skeleton.layout, plan.checkpoint.shapes
+    layout, shapes = plan.skeleton.layout, plan.skeleton.source.shapes
     inside = {p.tensor for i in range(len(layout.blocks)) for p in layout.block_tensors(i).values()}
     total = sum(_numel(shape) for shape in shapes.values())
     return 1 - sum(_numel(shapes[name]) for name in inside) / total

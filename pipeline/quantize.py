@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -16,13 +16,14 @@ from ..checkpoint.manifest import Account
 from ..checkpoint.source import TensorSource
 from ..checkpoint.writer import ShardWriter, TensorSpec
 from ..quant.block import QuantizedLayer, gptq_block, learned_block, rtn_block
-from ..quant.compressed_tensors import tensor_specs, tensors
-from ..quant.export import check_divisible, check_format, config_entry, scheme_groups
+from ..quant.compressed_tensors import Spec
+from ..quant.decode import with_dtype
+from ..quant.export import FORMATS, check_divisible, ranks_that_divide, scheme_groups, undivided
 from ..quant.scheme import STORAGE, Scheme
 from ..quant.settings import GPTQSettings, LearnSettings, RTNSettings, Rule
 from ..quant.targets import Selection, ruled_schemes, select
 from .step import Prepared, StepResult, StepRun
-from .walk import CALIBRATION, BlockStreams, advance_probe, copy_rest
+from .walk import CALIBRATION, BlockStreams, Made, advance_probe, copy_rest, write_block
 
 REFERENCE = "reference"  # the calibration text through the original model
 INPUTS = "inputs"  # a block's inputs while it is trained
@@ -50,40 +51,27 @@ def prepare(source: TensorSource, settings: RTNSettings, schemes: Mapping[str, S
         schemes = {linear.name: ruled.get(linear.name, settings.scheme) for linear in selection.chosen}
     groups = scheme_groups(selection, schemes)
     check_divisible(groups)
-    check_format(layout, groups)
-    by_tensor: dict[str, list[Linear]] = {}
-    for linear in selection.chosen:
-        dtype = source.dtypes[linear.place.tensor]
-        if dtype not in STORAGE:
-            raise SutureError(
-                f"{source.source}: {linear.place.tensor} is {dtype}; only {', '.join(STORAGE)} weights can be quantized",
-                "give the unquantized checkpoint",
-            )
-        by_tensor.setdefault(linear.place.tensor, []).append(linear)
-    _no_expert_left_behind(layout, selection, by_tensor)
-    specs: list[TensorSpec] = []
-    accounts: dict[str, Account] = {}
-    for name, shape in source.shapes.items():
-        if name in layout.stale:
-            accounts[name] = Account("dropped", reason=layout.stale[name])
-            continue
-        new = [
-            TensorSpec(*spec)
-            for linear in by_tensor.get(name, ())
-            for spec in tensor_specs(linear, schemes[linear.name], source.dtypes[name])
-        ]
-        bits = sorted({schemes[linear.name].bits for linear in by_tensor.get(name, ())})
-        how = f"quantized to {' and '.join(map(str, bits))} bits"
-        specs += new or [TensorSpec(name, source.dtypes[name], shape)]
-        accounts[name] = (
-            Account("changed", tuple(spec.name for spec in new), how) if new else Account("copied", (name,))
-        )
-    config = {**source.config, "quantization_config": config_entry(layout, selection, groups)}
+    form = FORMATS[settings.format]
+    form.check(layout, groups)
+    _no_expert_left_behind(layout, selection)
+
+    def specs_of(linear: Linear, dtype: str) -> list[Spec]:
+        return form.specs(linear, schemes[linear.name], form.scale_dtype or dtype)
+
+    def how(linears: Sequence[Linear]) -> str:
+        bits = sorted({schemes[linear.name].bits for linear in linears})
+        return f"quantized to {' and '.join(map(str, bits))} bits"
+
+    specs, accounts = planned_tensors(source, layout, selection, specs_of, how)
+    config = {**source.config, "quantization_config": form.config(layout, selection, groups)}
+    if form.scale_dtype is not None:  # its kernels compute in the scales' dtype
+        config = with_dtype(config, form.scale_dtype)
     return QuantizePlan(
-        specs=tuple(specs),
+        specs=specs,
         config=config,
         accounts=accounts,
-        notes=_notes(layout, selection, settings),
+        notes=(*_notes(layout, selection, settings), *undivided(groups, settings.format)),
+        not_stock=form.not_stock,
         n_blocks=len(layout.blocks),
         skipped=selection.skipped,
         layout=layout,
@@ -96,9 +84,47 @@ def prepare(source: TensorSource, settings: RTNSettings, schemes: Mapping[str, S
     )
 
 
-def _no_expert_left_behind(layout: ModelLayout, selection: Selection, by_tensor: Mapping[str, list[Linear]]) -> None:
+def planned_tensors(
+    source: TensorSource,
+    layout: ModelLayout,
+    selection: Selection,
+    specs_of: Callable[[Linear, str], list[Spec]],
+    how: Callable[[Sequence[Linear]], str],
+) -> tuple[tuple[TensorSpec, ...], dict[str, Account]]:
+    """The output's tensors and every input tensor's account, when each chosen layer becomes `specs_of(layer, dtype)`."""
+    by_tensor = _by_tensor(selection)
+    for name in by_tensor:
+        if source.dtypes[name] not in STORAGE:
+            raise SutureError(
+                f"{source.source}: {name} is {source.dtypes[name]}; only {', '.join(STORAGE)} weights can be quantized",
+                "give the unquantized checkpoint",
+            )
+    specs: list[TensorSpec] = []
+    accounts: dict[str, Account] = {}
+    for name, shape in source.shapes.items():
+        linears = by_tensor.get(name, [])
+        if name in layout.stale:
+            accounts[name] = Account("dropped", reason=layout.stale[name])
+        elif linears:
+            new = [TensorSpec(*spec) for linear in linears for spec in specs_of(linear, source.dtypes[name])]
+            specs += new
+            accounts[name] = Account("changed", tuple(spec.name for spec in new), how(linears))
+        else:
+            specs.append(TensorSpec(name, source.dtypes[name], shape))
+            accounts[name] = Account("copied", (name,))
+    return tuple(specs), accounts
+
+
+def _by_tensor(selection: Selection) -> dict[str, list[Linear]]:
+    by_tensor: dict[str, list[Linear]] = {}
+    for linear in selection.chosen:
+        by_tensor.setdefault(linear.place.tensor, []).append(linear)
+    return by_tensor
+
+
+def _no_expert_left_behind(layout: ModelLayout, selection: Selection) -> None:
     """Experts fused in one tensor are quantized all or none; one left out would have no tensor of its own."""
-    for tensor, linears in by_tensor.items():
+    for tensor, linears in _by_tensor(selection).items():
         sharing = [linear for linear in layout.linears if linear.place.tensor == tensor]
         if len(sharing) != len(linears):
             raise SutureError(
@@ -115,13 +141,19 @@ def _no_expert_left_behind(layout: ModelLayout, selection: Selection, by_tensor:
         )
 
 
-def _notes(layout: ModelLayout, selection: Selection, settings: RTNSettings) -> tuple[str, ...]:
+def notes_of(layout: ModelLayout, selection: Selection) -> tuple[str, ...]:
+    """What the user should know of the layers and tensors that stay."""
     notes = [f"{name} dropped: {reason}" for name, reason in layout.stale.items()]
     if layout.unknown:
         notes.append(f"{len(layout.unknown)} tensors outside the text model are copied, first {layout.unknown[0]}")
     if selection.skipped:
         first, reason = next(iter(selection.skipped.items()))
         notes.append(f"{len(selection.skipped)} linear layers stay as they are, first {first} ({reason})")
+    return tuple(notes)
+
+
+def _notes(layout: ModelLayout, selection: Selection, settings: RTNSettings) -> tuple[str, ...]:
+    notes = [*notes_of(layout, selection)]
     experts = sum(linear.expert is not None for linear in selection.chosen)
     if experts and isinstance(settings, GPTQSettings) and settings.asymmetric != "none":
         notes.append(
@@ -149,7 +181,9 @@ def run(work: StepRun, plan: QuantizePlan, settings: RTNSettings) -> StepResult:
             skeleton.load_block(index)
             layers = _quantize_block(work, skeleton, original, index, streams, chosen, settings, plan)
             advance_probe(skeleton, index, streams.probe)
-            records = _write_block(work, skeleton, index, layers, writer)
+            form = FORMATS[settings.format]
+            made = [Made(x.linear, form.tensors(x.linear, x.quantized), _record(x, settings.format)) for x in layers]
+            records = write_block(work, skeleton, index, made, writer)
             skeleton.free_block(index)
             streams.save(index, writer, {"step": work.key, "block": index, "modules": records})
             modules |= records
@@ -189,7 +223,8 @@ def _quantize_block(
     plan: QuantizePlan,
 ) -> list[QuantizedLayer]:
     mine = [linear for group in skeleton.layout.blocks[index] for linear in group if linear.name in chosen]
-    storage = STORAGE[work.checkpoint.dtypes[(mine or plan.selection.chosen)[0].place.tensor]]
+    own = work.checkpoint.dtypes[(mine or plan.selection.chosen)[0].place.tensor]
+    storage = STORAGE[FORMATS[settings.format].scale_dtype or own]
     if not isinstance(settings, GPTQSettings):
         return rtn_block(skeleton, mine, settings, storage, plan.schemes)
     stream = streams[CALIBRATION]
@@ -213,22 +248,10 @@ def _quantize_block(
     return layers
 
 
-def _write_block(
-    work: StepRun, skeleton: Skeleton, index: int, layers: list[QuantizedLayer], writer: ShardWriter
-) -> dict[str, Any]:
-    for layer in layers:
-        for name, tensor in tensors(layer.linear.name, layer.quantized, layer.linear.conv1d).items():
-            writer.write(name, tensor)
-    changed = {layer.linear.place.tensor for layer in layers}
-    for name in dict.fromkeys(place.tensor for place in skeleton.layout.block_tensors(index).values()):
-        if name not in changed:
-            writer.write_bytes(name, work.checkpoint.read_bytes(name))
-    return {layer.linear.name: _record(layer) for layer in layers}
-
-
-def _record(layer: QuantizedLayer) -> dict[str, Any]:
+def _record(layer: QuantizedLayer, form: str) -> dict[str, Any]:
     scheme = layer.quantized.scheme
     record = {"bits": scheme.bits, "group_size": scheme.group_size, "symmetric": scheme.symmetric}
+    record["tensor_parallel"] = ranks_that_divide(layer.linear, scheme, form)
     return {**asdict(layer.record), **record, "shape": [layer.linear.out_features, layer.linear.in_features]}
 
 

@@ -29,6 +29,8 @@ def load_and_run(model_dir: str, ids: Tensor) -> dict[str, Any]:
     with torch.no_grad():
         # the first forward makes packed weights dense; few tokens, since 16-bit products are slow on many CPUs
         stored = model(ids[:, :16], use_cache=False).logits.float()
+        if config_of(model).get("quant_method") == "bitsandbytes":
+            model = _dequantized(auto, model_dir)
         rounded = any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in model.buffers())
         torch.nn.Module.float(model)  # past transformers' guard: the weights are dense now
         if rounded:
@@ -42,6 +44,21 @@ def load_and_run(model_dir: str, ids: Tensor) -> dict[str, Any]:
         "mismatched": sorted(map(str, info["mismatched_keys"])),
         "model_class": type(model).__name__,
     }
+
+
+def config_of(model: torch.nn.Module) -> dict[str, Any]:
+    """The `quantization_config` that the model was loaded with, or nothing."""
+    found = getattr(model.config, "quantization_config", None)  # type: ignore[union-attr]
+    return found if isinstance(found, dict) else found.to_dict() if found is not None else {}
+
+
+def _dequantized(auto: Any, model_dir: str) -> torch.nn.Module:
+    """Loaded again, since a forward may repack the weights, and its layers made dense by transformers' own call.
+
+    bitsandbytes' layers compute in their own way (int8 ones round their inputs); this leaves the weights alone to differ.
+    """
+    model = auto.from_pretrained(model_dir, dtype="auto", local_files_only=True, trust_remote_code=False)
+    return model.dequantize(dtype=torch.float32)
 
 
 def _restore_buffers(model: torch.nn.Module, config: Any) -> None:

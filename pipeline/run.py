@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import html
 import json
+import math
 import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -32,7 +33,7 @@ from ..checkpoint.manifest import (
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import Staging, open_staging, write_whole
 from ..checkpoint.writer import ShardPlan, plan_shards
-from ..quant.decode import open_decoded
+from ..quant.decode import DenseView, open_decoded
 from ..report.card import KEPT, card, is_ours
 from ..report.document import REPORT_FILES, Report, make_report, write_report
 from ..report.windows import Windows
@@ -44,7 +45,7 @@ from .scoring import score_set
 from .step import Prepared, StepKind, StepResult, StepRun
 from .steps import STEPS
 from .task_runs import run_tasks
-from .verify import check_reload, first_blocks, reload_and_compare, reload_here, reopen, shortened
+from .verify import check_reload, first_blocks, read_back, reload_and_compare, reload_here, reopen, shortened
 
 README = "README.md"
 
@@ -171,7 +172,11 @@ def preflight(plan: Plan, scratch: Path) -> None:
             probe = prepared.probe_after(probe)
             if directory != staging.model:
                 source = open_checkpoint(directory)
-        check_reload(reload_here(staging.model, probe), probe, expected, plan.skeleton.layout.unknown)
+        not_stock = plan.steps[-1].prepared.not_stock
+        if not_stock:
+            read_back(staging.model, probe, expected, 1, not_stock)
+        else:
+            check_reload(reload_here(staging.model, probe), probe, expected, plan.skeleton.layout.unknown)
     shutil.rmtree(scratch)
 
 
@@ -185,7 +190,7 @@ def _data_free(step: PlannedStep) -> tuple[StepKind, BaseModel]:
 
 def _one_block(plan: Plan) -> Checkpoint:
     layout = plan.skeleton.layout
-    later = {p.tensor for i in range(1, len(layout.blocks)) for p in layout.block_tensors(i).values()}
+    later = _tensors_from(plan, 1)
     dropped = later | set(layout.stale)
     kept = {name: info for name, info in plan.checkpoint.tensors.items() if name not in dropped}
     return replace(plan.checkpoint, tensors=kept, config=shortened(plan.checkpoint.config, 1))
@@ -298,6 +303,9 @@ def _verify(plan: Plan, staging: Staging, result: StepResult) -> dict[str, Any]:
         directory = first_blocks(written, n, first, staging.work / "first-blocks")
     allowed = (*plan.skeleton.layout.unknown, *later)
     probe = probe_ids(plan, len(plan.steps))
+    if prepared.not_stock:
+        record = read_back(directory, probe, result.expected, n, prepared.not_stock)
+        return {"blocks": n, "of_blocks": prepared.n_blocks, **record}
     record = reload_and_compare(directory, staging.work, probe, result.expected, allowed)
     return {"blocks": n, "of_blocks": prepared.n_blocks, **record}
 
@@ -309,6 +317,13 @@ def _later_blocks(prepared: Prepared, n: int) -> Iterator[str]:
     for index in range(n, prepared.n_blocks):
         for stem in {family.stem, *family.disk_stems}:
             yield f"{stem}{family.blocks}.{index}."
+
+
+def _tensors_from(plan: Plan, first: int) -> set[str]:
+    """The input's tensors of blocks from `first` on; of packed weights, all that they consist of."""
+    layout, source = plan.skeleton.layout, plan.skeleton.source
+    names = {p.tensor for i in range(first, len(layout.blocks)) for p in layout.block_tensors(i).values()}
+    return {part for name in names for part in (source.parts(name) if isinstance(source, DenseView) else (name,))}
 
 
 def _accounts(plan: Plan) -> Any:
@@ -367,6 +382,7 @@ def _report(plan: Plan, staging: Staging, results: list[StepResult], progress: P
         calibration=plan.calibration.describe() if plan.calibration else None,
         modules={name: record for result in results for name, record in result.modules.items()},
         steps=[(step.name, step.settings.model_dump()) for step in plan.steps],
+        parameters=sum(math.prod(shape) for shape in plan.skeleton.source.shapes.values()),
     )
     write_report(report, staging.model)
     return report

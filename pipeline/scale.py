@@ -22,8 +22,9 @@ from ..checkpoint.layout import Linear, ModelLayout
 from ..checkpoint.manifest import Account
 from ..checkpoint.source import TensorSource
 from ..checkpoint.writer import ShardWriter, TensorSpec
-from ..quant import compressed_tensors, int_quantized
+from ..quant import int_quantized
 from ..quant.block import QuantizedLayer, clipped_block, gptq_block, rtn_block
+from ..quant.export import FORMATS
 from ..quant.fold import Fold, apply_fold, block_folds, round_to_stored, touched, value_rows
 from ..quant.rescale import BlockInputs, Choice, choose_awq, choose_smoothing, observe_block
 from ..quant.scheme import STORAGE, Scheme
@@ -171,7 +172,9 @@ def _convert(
     """Scale, round and write the loaded block; what the journal keeps of it."""
     names = plan.selection.names
     mine = [linear for group in skeleton.layout.blocks[index] for linear in group if linear.name in names]
-    storage = STORAGE[work.checkpoint.dtypes[(mine or plan.selection.chosen)[0].place.tensor]]
+    own = work.checkpoint.dtypes[(mine or plan.selection.chosen)[0].place.tensor]
+    form = settings.format if isinstance(settings, AWQSettings) else "pack-quantized"
+    storage = STORAGE[FORMATS[form].scale_dtype or own]
     folds = plan.folds[index] if plan.folds else ()
     seen = None
     if needs_text(settings):
@@ -288,7 +291,7 @@ def _write_block(
         if isinstance(settings, SmoothQuantSettings):
             made = int_quantized.tensors(linear.name, layer.quantized, scales[linear.module])
         else:
-            made = compressed_tensors.tensors(linear.name, layer.quantized, linear.conv1d)
+            made = FORMATS[settings.format].tensors(linear, layer.quantized)
         for name, tensor in made.items():
             writer.write(name, tensor)
     written = {layer.linear.place.tensor for layer in layers}

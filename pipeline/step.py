@@ -33,6 +33,7 @@ class Prepared:
     side_files: Mapping[str, bytes | Path | None] = field(default_factory=dict)  # content, a copy, or (None) left out
     token_map: tuple[int, ...] | None = None  # for every token id of the input: its id in the output, -1 when dropped
     portability: tuple[dict[str, str], ...] = ()  # per feature of the source: what becomes of it, by target
+    not_stock: str = ""  # why stock transformers is not asked to load it: then our own decoder reads it back
     shard_bytes: int | None = None  # another size of the output's files than the recipe's
     streams: int = 1  # hidden states of the calibration text that it keeps
     forwards: float = 1.0  # of each block over the calibration text, a backward counted as two
@@ -111,6 +112,7 @@ class StepKind:
     """For a step whose plan depends on data: decide, before `run`. The settings with the decision written out, of
     which `prepare` is asked again; None when nothing was left to decide. What `prepare` plans before must be at least as
     large, and refuse all that can be refused; shapes may only depend on it in the last step."""
+    reads_quantized: bool = False  # it takes a quantized checkpoint, of any format that suture reads
 
 
 def never(settings: Any) -> bool:

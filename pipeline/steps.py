@@ -6,7 +6,11 @@ from ..lora.settings import MergeSettings
 from ..quant.settings import (
     AllocateSettings,
     AWQSettings,
+    DequantizeSettings,
+    FourBitSettings,
+    GGUFSettings,
     GPTQSettings,
+    Int8Settings,
     LearnSettings,
     RTNSettings,
     SmoothQuantSettings,
@@ -28,7 +32,9 @@ from ..surgery.vocabulary import VocabularySettings
 from . import (
     allocate,
     cast,
+    dequantize,
     fuse,
+    gguf,
     layers,
     lora_merge,
     mla,
@@ -42,6 +48,7 @@ from . import (
     untie,
     vocabulary,
 )
+from . import bitsandbytes as bnb
 from .step import StepKind, always, never
 
 STEPS: dict[str, StepKind] = {
@@ -80,6 +87,23 @@ STEPS: dict[str, StepKind] = {
         scale.prepare,
         scale.run,
         scale.rehearsal,
+    ),
+    "nf4": StepKind(FourBitSettings, "bitsandbytes' NF4", never, True, bnb.prepare_nf4, bnb.run_nf4, bnb.rehearsal_nf4),
+    "fp4": StepKind(FourBitSettings, "bitsandbytes' FP4", never, True, bnb.prepare_fp4, bnb.run_fp4, bnb.rehearsal_fp4),
+    "int8": StepKind(
+        Int8Settings, "bitsandbytes' LLM.int8()", never, True, bnb.prepare_int8, bnb.run_int8, bnb.rehearsal_int8
+    ),
+    "dequantize": StepKind(
+        DequantizeSettings,
+        "back to plain weights",
+        never,
+        False,
+        dequantize.prepare,
+        dequantize.run,
+        reads_quantized=True,
+    ),
+    "gguf": StepKind(
+        GGUFSettings, "a GGUF file beside the checkpoint", never, True, gguf.prepare, gguf.run, reads_quantized=True
     ),
     "lora.merge": StepKind(
         MergeSettings,

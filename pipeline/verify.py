@@ -14,10 +14,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calibrate.skeleton import open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import to_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
+from ..quant.decode import dense_view
 from .reload import load_and_run
+from .walk import probe_logits
 
 _FILE_BYTES = 1 << 16  # of a saved tensor beside its numbers
 TOLERANCE = 1e-3  # of the largest logit, both sides in float32: rounding of another order of the same sums
@@ -43,6 +46,20 @@ def reload_and_compare(
         last = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise SutureError(f"the output does not load in stock transformers: {last}", "please report this")
     return check_reload(torch.load(out_file, weights_only=True), probe, expected, allowed)
+
+
+def read_back(directory: Path, probe: Tensor, expected: Tensor, n_blocks: int, why: str) -> dict[str, Any]:
+    """Verification record of a format that stock transformers does not load here (`why`): our own decoder reads what was
+    written, from the files alone."""
+    skeleton = open_skeleton(dense_view(open_checkpoint(directory)))
+    return compare(probe_logits(skeleton, probe, n_blocks), expected) | {
+        "loaded_as": "dense weights by suture's own decoder",
+        "not_stock": why,
+        "tokens": probe.numel(),
+        "max_difference_in_stored_dtype": None,
+        "missing": 0,
+        "unexpected": 0,
+    }
 
 
 def reload_here(directory: Path, probe: Tensor) -> dict[str, Any]:

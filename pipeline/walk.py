@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor
 from ..calibrate.replay import Stream, overflowing_layer, release_memory, run_block
 from ..calibrate.skeleton import Skeleton, finite, open_skeleton
 from ..checkpoint.errors import SutureError
-from ..checkpoint.layout import ModelLayout
+from ..checkpoint.layout import Linear, ModelLayout
 from ..checkpoint.source import OverlaySource, PlannedSource
 from ..checkpoint.writer import ShardWriter
 from ..quant.scheme import STORAGE
@@ -108,6 +109,59 @@ def convert_blocks(
             work.label, streams.logits(ORIGINAL, before, verified), streams.logits(UNROUNDED, unrounded, verified)
         )
     return StepResult(modules, streams.expected(plan.n_blocks), receipt)
+
+
+@dataclass(frozen=True)
+class Made:
+    """What became of one layer."""
+
+    linear: Linear
+    tensors: dict[str, Tensor]  # by the output's disk names
+    record: dict[str, Any]  # for the manifest
+
+
+@torch.no_grad()
+def round_blocks(
+    work: StepRun, plan: Prepared, layout: ModelLayout, make: Callable[[Skeleton, int], list[Made]]
+) -> StepResult:
+    """Put layers into another format block by block, data-free, and write each as it is done; resumes after a kill.
+
+    `make`: (skeleton with the block loaded, index) -> its changed layers; the modules then hold the dequantized weights.
+    """
+    skeleton = open_skeleton(work.checkpoint, device=work.device)
+    streams = BlockStreams(work, skeleton)
+    modules: dict[str, Any] = {}
+    with ShardWriter(work.directory, work.shards) as writer:
+        copy_rest(work, plan, layout, writer)
+        for index in work.progress.track(range(skeleton.n_blocks), skeleton.n_blocks, work.label):
+            entry = work.staging.find(step=work.key, block=index)
+            if entry is not None:
+                modules |= entry["modules"]
+                continue
+            streams.resume_after(index - 1)
+            skeleton.load_block(index)
+            layers = make(skeleton, index)
+            advance_probe(skeleton, index, streams.probe)
+            records = write_block(work, skeleton, index, layers, writer)
+            skeleton.free_block(index)
+            streams.save(index, writer, {"step": work.key, "block": index, "modules": records})
+            modules |= records
+        streams.wait()
+    return StepResult(modules, streams.expected(plan.n_blocks))
+
+
+def write_block(
+    work: StepRun, skeleton: Skeleton, index: int, layers: Sequence[Made], writer: ShardWriter
+) -> dict[str, Any]:
+    """Write a block's changed layers and copy its other tensors. Records by layer."""
+    for layer in layers:
+        for name, tensor in layer.tensors.items():
+            writer.write(name, tensor)
+    changed = {layer.linear.place.tensor for layer in layers}
+    for name in dict.fromkeys(place.tensor for place in skeleton.layout.block_tensors(index).values()):
+        if name not in changed:
+            writer.write_bytes(name, work.checkpoint.read_bytes(name))
+    return {layer.linear.name: layer.record for layer in layers}
 
 
 def check_exact(what: str, original: Tensor, changed: Tensor) -> dict[str, Any]:

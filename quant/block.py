@@ -59,10 +59,10 @@ def rtn_block(
     """
     layers = []
     for linear in chosen:
-        weight = _weight(skeleton, linear)
+        weight = weight_of(skeleton, linear)
         quantized = rtn(weight, _scheme(linear, settings, schemes), storage, search=settings.range_search)
         dense = quantized.dequantize()
-        record = ModuleRecord("rtn", _weight_error(weight, dense))
+        record = ModuleRecord("rtn", weight_error(weight, dense))
         layers.append(_finish(skeleton, linear, quantized, dense, record))
     return layers
 
@@ -84,7 +84,7 @@ def clipped_block(
     """
     layers = []
     for linear in chosen:
-        weight, x = _weight(skeleton, linear), inputs[linear.module]
+        weight, x = weight_of(skeleton, linear), inputs[linear.module]
         scheme = schemes[linear.module]
         grid = find_grid(weight, scheme, storage, None, search)
         rows = outputs.get(linear.module, torch.empty(0, dtype=torch.int64))
@@ -95,8 +95,8 @@ def clipped_block(
         quantized = round_to_grid(weight, grid)
         dense = quantized.dequantize()
         wanted, found = x @ weight.T, x @ dense.float().T
-        error = _weight_error(wanted, found) if x.shape[0] else None
-        record = ModuleRecord("rtn", _weight_error(weight, dense), error, x.shape[0])
+        error = weight_error(wanted, found) if x.shape[0] else None
+        record = ModuleRecord("rtn", weight_error(weight, dense), error, x.shape[0])
         layers.append(_finish(skeleton, linear, quantized, dense, record))
     return layers
 
@@ -175,7 +175,7 @@ def _gptq_sharing_inputs(
     storage: torch.dtype,
 ) -> list[QuantizedLayer]:
     """Layers with the same inputs share H, so their rows go through GPTQ together; rows do not feel one another."""
-    weights = [_weight(skeleton, linear) for linear in linears]
+    weights = [weight_of(skeleton, linear) for linear in linears]
     hessian = inputs.moment.hessian()
     if not bool(torch.isfinite(hessian.diagonal()).all()):  # an entry is at most the root of its two diagonals' product
         raise SutureError(
@@ -228,7 +228,7 @@ def learned_block(
         out = functional_call(block, dense, (hidden, *given.args), dict(given.kwargs))
         return out[0] if isinstance(out, tuple) else out
 
-    starts = {layer.linear.name: Start(_weight(original, layer.linear), layer.quantized) for layer in layers}
+    starts = {layer.linear.name: Start(weight_of(original, layer.linear), layer.quantized) for layer in layers}
     options = LearnOptions(
         settings.epochs, settings.rate, settings.scale_rate, settings.lean, settings.held_out, settings.seed + index
     )
@@ -241,7 +241,7 @@ def learned_block(
         record = replace(
             layer.record,
             method="learn" if layer.record.fallback is None else layer.record.method,
-            weight_error=_weight_error(starts[layer.linear.name].weight, dense),
+            weight_error=weight_error(starts[layer.linear.name].weight, dense),
             output_error=None,  # GPTQ's was of other codes; what was trained for is the block's
             block_error=(learned.before, learned.after),
         )
@@ -256,7 +256,7 @@ def _gptq_record(result: GPTQResult, weight: Tensor, dense: Tensor, hessian: Ten
     error = output_error(weight, dense, hessian) if tokens else None
     return ModuleRecord(
         result.method,
-        _weight_error(weight, dense),
+        weight_error(weight, dense),
         error,
         tokens,
         result.damp,
@@ -266,7 +266,8 @@ def _gptq_record(result: GPTQResult, weight: Tensor, dense: Tensor, hessian: Ten
     )
 
 
-def _weight_error(weight: Tensor, dense: Tensor) -> float:
+def weight_error(weight: Tensor, dense: Tensor) -> float:
+    """||W - Ŵ|| / ||W||."""
     difference = torch.linalg.vector_norm(weight - dense.float(), dtype=torch.float64)
     size = torch.linalg.vector_norm(weight, dtype=torch.float64)
     return float(difference / size) if float(size) else 0.0
@@ -280,8 +281,8 @@ def _module(skeleton: Skeleton, linear: Linear) -> nn.Module:
     return skeleton.model.get_submodule(linear.module)
 
 
-def _weight(skeleton: Skeleton, linear: Linear) -> Tensor:
-    """[out, in], float32."""
+def weight_of(skeleton: Skeleton, linear: Linear) -> Tensor:
+    """The layer's weight [out, in] in a loaded block, float32."""
     weight = _module(skeleton, linear).get_parameter("weight").detach()
     return weight.T.contiguous() if linear.conv1d else weight
 
@@ -289,7 +290,11 @@ def _weight(skeleton: Skeleton, linear: Linear) -> Tensor:
 def _finish(
     skeleton: Skeleton, linear: Linear, quantized: Quantized, dense: Tensor, record: ModuleRecord
 ) -> QuantizedLayer:
-    """Put the dequantized weight into the module: what follows sees what a loader will see."""
+    put_weight(skeleton, linear, dense)
+    return QuantizedLayer(linear, quantized, record)
+
+
+def put_weight(skeleton: Skeleton, linear: Linear, dense: Tensor) -> None:
+    """Put a dequantized weight [out, in] into the module: what follows sees what a loader will see."""
     parameter = _module(skeleton, linear).get_parameter("weight")
     parameter.data.copy_(dense.T if linear.conv1d else dense)
-    return QuantizedLayer(linear, quantized, record)

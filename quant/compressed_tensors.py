@@ -126,15 +126,21 @@ def _weights_entry(group: ConfigGroup) -> dict[str, Any]:
     return weights
 
 
-def parse_config(config: Mapping[str, Any], module: str, source: str) -> Scheme:
-    """The scheme of `module` according to a `quantization_config`. Raises SutureError for what suture does not read."""
+def group_of(config: Mapping[str, Any], module: str, source: str) -> Mapping[str, Any]:
+    """The config group of `module`. Raises SutureError when there is none or more than one."""
     groups = list(config.get("config_groups", {}).values())
     fitting = [group for group in groups if _targets(group, module)]
     if len(fitting) != 1:
         raise SutureError(f"{source}: {len(fitting)} of {len(groups)} config_groups fit {module}, where one should")
-    weights = fitting[0].get("weights") or {}
+    return fitting[0]
+
+
+def parse_config(config: Mapping[str, Any], module: str, source: str) -> Scheme:
+    """The scheme of `module` according to a `quantization_config`. Raises SutureError for what suture does not read."""
+    group = group_of(config, module, source)
+    weights = group.get("weights") or {}
     strategy, kind = weights.get("strategy"), weights.get("type", "int")
-    if strategy not in ("group", "channel", "block") or kind != "int" or fitting[0].get("input_activations"):
+    if strategy not in ("group", "channel", "block") or kind != "int" or group.get("input_activations"):
         raise SutureError(f"{source}: {module} has {kind} weights with strategy {strategy}, which suture does not read")
     size = weights["block_structure"][0] if strategy == "block" else weights.get("group_size")
     return Scheme(

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from torch import Tensor
+
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
-from .compressed_tensors import ConfigGroup, quantization_config
-from .scheme import Scheme
+from . import qweight
+from .compressed_tensors import ConfigGroup, Spec, quantization_config, tensor_specs, tensors
+from .scheme import Quantized, Scheme
 from .targets import Selection
 
 
@@ -134,3 +137,131 @@ def _ignored(layout: ModelLayout, selection: Selection) -> list[str]:
         if linear.name in selection.skipped:
             names += _names(layout, linear)
     return list(dict.fromkeys(names))
+
+
+# ---- GPTQ and AWQ
+
+
+def _check_one_scheme(name: str, layout: ModelLayout, groups: Sequence[SchemeGroup]) -> Scheme:
+    """What the formats of GPTQ and AWQ have in common."""
+    if len(groups) > 1:
+        raise SutureError(f"rules: format {name} holds one bit width and group size", "use format: pack-quantized")
+    odd = layout.family.conv1d or layout.family.experts is not None or "language_model." in layout.disk_stem
+    if odd:
+        what = "Conv1D layers" if layout.family.conv1d else "experts" if layout.family.experts else "a vision wrapper"
+        raise SutureError(f"format: {name} with {what} is not supported", "use format: pack-quantized")
+    return groups[0].scheme
+
+
+def _check_whole_words(name: str, groups: Sequence[SchemeGroup], per_word: int, inputs: bool) -> None:
+    for linear in groups[0].linears:
+        sizes = [("outputs", linear.out_features), *([("inputs", linear.in_features)] if inputs else [])]
+        for what, size in sizes:
+            if size % per_word:
+                raise SutureError(
+                    f"format: {name} packs {per_word} codes at a time, and {linear.name} has {size} {what}",
+                    "list it under ignore, or use format: pack-quantized",
+                )
+
+
+def _check_gptq(layout: ModelLayout, groups: Sequence[SchemeGroup]) -> None:
+    scheme = _check_one_scheme("gptq", layout, groups)
+    if scheme.bits not in (2, 3, 4, 8):
+        raise SutureError(f"format: gptq has 2, 3, 4 or 8 bits, not {scheme.bits}", "use format: pack-quantized")
+    if not scheme.symmetric:
+        raise SutureError(
+            "format: gptq stores zero points less one, and loaders differ in how they read one of 0",
+            "use symmetric: true, or format: awq",
+        )
+    _check_whole_words("gptq", groups, 32 if scheme.bits == 3 else 32 // scheme.bits, inputs=True)
+
+
+def _check_awq(layout: ModelLayout, groups: Sequence[SchemeGroup]) -> None:
+    scheme = _check_one_scheme("awq", layout, groups)
+    if scheme.bits != qweight.AWQ_BITS:
+        raise SutureError(f"format: awq has 4 bits, not {scheme.bits}", "use format: pack-quantized")
+    _check_whole_words("awq", groups, 8, inputs=False)
+
+
+def _skipped(layout: ModelLayout, selection: Selection) -> list[str]:
+    return [linear.name for linear in layout.linears if linear.name in selection.skipped]
+
+
+def _gptq_entry(layout: ModelLayout, selection: Selection, groups: Sequence[SchemeGroup]) -> dict[str, Any]:
+    return qweight.gptq_config(groups[0].scheme, _skipped(layout, selection))
+
+
+def _awq_entry(layout: ModelLayout, selection: Selection, groups: Sequence[SchemeGroup]) -> dict[str, Any]:
+    return qweight.awq_config(groups[0].scheme, [layout.family.head, *_skipped(layout, selection)])
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way to put quantized layers on disk."""
+
+    check: Callable[[ModelLayout, Sequence[SchemeGroup]], None]  # SutureError for what it cannot express
+    specs: Callable[[Linear, Scheme, str], list[Spec]]  # (layer, scheme, dtype of scales) -> what `tensors` returns
+    tensors: Callable[[Linear, Quantized], dict[str, Tensor]]
+    config: Callable[[ModelLayout, Selection, Sequence[SchemeGroup]], dict[str, Any]]  # `quantization_config`
+    scale_dtype: str | None = None  # safetensors code; None: the weights' own
+    not_stock: str = ""  # why stock transformers is not asked to load it
+
+
+_KERNELS = "transformers needs gptqmodel's kernels for it"
+FORMATS: dict[str, Format] = {
+    "pack-quantized": Format(
+        check_format,
+        tensor_specs,
+        lambda linear, quantized: tensors(linear.name, quantized, linear.conv1d),
+        config_entry,
+    ),
+    "gptq": Format(
+        _check_gptq,
+        qweight.gptq_specs,
+        lambda linear, quantized: qweight.gptq_tensors(linear.name, quantized),
+        _gptq_entry,
+        "F16",
+        _KERNELS,
+    ),
+    "awq": Format(
+        _check_awq,
+        qweight.awq_specs,
+        lambda linear, quantized: qweight.awq_tensors(linear.name, quantized),
+        _awq_entry,
+        "F16",
+        _KERNELS,
+    ),
+}
+
+
+# ---- tensor parallelism
+
+_ROW_PARALLEL = (
+    "o_proj",
+    "down_proj",
+    "c_proj",
+    "dense",
+    "dense_4h_to_h",
+)  # split along inputs; all others along outputs
+RANKS = (2, 4, 8)
+
+
+def ranks_that_divide(linear: Linear, scheme: Scheme, form: str) -> list[int]:
+    """Of 2, 4 and 8 devices, those over which a server can split the layer: into whole groups of inputs, and whole words
+    along whichever side is packed."""
+    by_rows = linear.role.rsplit(".", 1)[-1] in _ROW_PARALLEL
+    size = linear.in_features if by_rows else linear.out_features
+    unit = scheme.width(linear.in_features) if by_rows and scheme.group_size != -1 else 1
+    words = by_rows or form != "pack-quantized" or not scheme.symmetric  # zero points are packed along outputs
+    parts = {n: size // n for n in RANKS if size % n == 0}
+    return [n for n, part in parts.items() if part % unit == 0 and (not words or part * scheme.bits % 32 == 0)]
+
+
+def undivided(groups: Sequence[SchemeGroup], form: str) -> list[str]:
+    """A sentence for each number of devices over which some layers cannot be split."""
+    notes = []
+    for n in RANKS:
+        odd = [x.name for group in groups for x in group.linears if n not in ranks_that_divide(x, group.scheme, form)]
+        if odd:
+            notes.append(f"tensor parallelism over {n} devices: {len(odd)} layers cannot be split, first {odd[0]}")
+    return notes

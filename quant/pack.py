@@ -76,3 +76,17 @@ def _positions(n: int, first: int, bits: int, device: torch.device) -> tuple[Ten
     """Word of each of the codes first, first + period, ..., and the bit at which they all start."""
     index = first + _period(bits) * torch.arange(n, device=device)
     return index * bits // 32, first * bits % 32
+
+
+AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # of eight codes in a word, least significant first
+
+
+def interleave(codes: Tensor) -> Tensor:
+    """Codes [rows, cols] with each eight columns in AWQ's order; cols is a multiple of 8."""
+    return codes.reshape(codes.shape[0], -1, 8)[:, :, list(AWQ_ORDER)].reshape(codes.shape)
+
+
+def deinterleave(codes: Tensor) -> Tensor:
+    """Inverse of `interleave`."""
+    inverse = sorted(range(8), key=AWQ_ORDER.__getitem__)
+    return codes.reshape(codes.shape[0], -1, 8)[:, :, inverse].reshape(codes.shape)

@@ -35,6 +35,10 @@ class RTNSettings(BaseModel):
         ["all-linear"], description="layers to quantize: name, end of name, glob, or re:REGEX", min_length=1
     )
     ignore: list[str] = Field([], description="layers to leave as they are, in the same patterns")
+    format: Literal["pack-quantized", "gptq", "awq"] = Field(
+        "pack-quantized",
+        description="how it is stored; gptq (symmetric) and awq (4 bits) for loaders with their kernels",
+    )
     rules: list[Rule] = Field(
         [], description="other formats for some layers; the first rule that matches a layer counts"
     )
@@ -179,3 +183,55 @@ class SmoothQuantSettings(Rounding):
             own |= {"damp": self.damp, "actorder": self.actorder, "hessian": self.hessian}
         kind = GPTQSettings if self.rounding == "gptq" else RTNSettings
         return kind(bits=W8.bits, group_size=W8.group_size, symmetric=W8.symmetric, **own)
+
+
+class _BitsandbytesSettings(BaseModel):
+    """What the formats of bitsandbytes share: they round each weight on its own and need no data."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    targets: list[str] = Field(
+        ["all-linear"], description="layers to quantize: name, end of name, glob, or re:REGEX", min_length=1
+    )
+    ignore: list[str] = Field([], description="layers to leave as they are, in the same patterns")
+
+
+class FourBitSettings(_BitsandbytesSettings):
+    """bitsandbytes' 4-bit types, as QLoRA uses them."""
+
+    double_quant: bool = Field(True, description="quantize the scales too: 4.13 instead of 4.5 bits per weight")
+    block_size: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = Field(64, description="weights that share a scale")
+
+
+class Int8Settings(_BitsandbytesSettings):
+    """LLM.int8(): one scale per row; the loader also rounds each layer's inputs to int8."""
+
+    threshold: float = Field(
+        6.0, ge=0, description="inputs beyond it stay in 16 bits when the loader computes; 0: none"
+    )
+
+
+class DequantizeSettings(BaseModel):
+    """Back to plain weights, from any format that suture reads."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="of the output's weights; auto: what config.json names, else the scales'"
+    )
+
+
+class GGUFSettings(BaseModel):
+    """A GGUF file for llama.cpp beside the checkpoint."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_1"] = Field(
+        "f16", description="of matrices that hold no codes yet; vectors are always f32"
+    )
+    codes: Literal["carry", "round"] = Field(
+        "carry", description="carry a quantized checkpoint's codes over unchanged, or round its weights anew to type"
+    )
+    pre_tokenizer: str | None = Field(
+        None, description="llama.cpp's name of the pre-tokenizer, when it is not recognised"
+    )

@@ -289,16 +289,18 @@ def test_a_plain_checkpoint_is_its_own_dense_view(shelf):
         {"quant_method": "bitsandbytes", "load_in_4bit": True},
     ],
 )
-def test_a_checkpoint_quantized_by_another_method_is_refused(tmp_path, config):
+def test_a_config_that_speaks_of_packed_weights_where_none_are_is_refused(tmp_path, config):
     directory = edit(make("L1", tmp_path / "m"), quantization_config=config)
-    with pytest.raises(SutureError, match=f"already quantized with {config['quant_method']}"):
+    with pytest.raises(
+        SutureError, match=f"config.json says {config['quant_method']}, but no tensor is packed that way"
+    ):
         dense_view(open_checkpoint(directory))
 
 
 def test_packed_tensors_without_a_config_are_refused(shelf, tmp_path):
     quantize(shelf("L1"), tmp_path / "out", "rtn", bits=4, group_size=16)
     edit(tmp_path / "out", quantization_config=None)
-    with pytest.raises(SutureError, match=r"already quantized with compressed-tensors \(no format given\)"):
+    with pytest.raises(SutureError, match="already quantized with compressed-tensors, as its tensors' names say"):
         dense_view(open_checkpoint(tmp_path / "out"))
 
 
