@@ -88,7 +88,8 @@ def from_tensors(name: str, stored: Mapping[str, Tensor], scheme: Scheme) -> Qua
 
 def with_inputs(config: Mapping[str, Any], inputs: Activations) -> dict[str, Any]:
     """A `quantization_config` for packed weights as one for int8 weights and inputs."""
-    made = copy.deepcopy(dict(config)) | {"format": FORMAT}
+    made: dict[str, Any] = copy.deepcopy(dict(config))
+    made["format"] = FORMAT
     args = {
         "num_bits": 8,
         "type": "int",
