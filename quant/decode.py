@@ -114,8 +114,9 @@ def dense_view(checkpoint: Checkpoint | PlannedSource, weights_alone: bool = Fal
     if quantization is None:
         return checkpoint
     method = str(quantization.get("quant_method"))
-    rounded = isinstance(checkpoint, Checkpoint) and "detected" not in quantization and not weights_alone
-    if rounded and method == "compressed-tensors" and quantization.get("format") == INT_QUANTIZED:
+    groups = quantization.get("config_groups", {}).values()
+    rounds_inputs = quantization.get("format") == INT_QUANTIZED and any(g.get("input_activations") for g in groups)
+    if method == "compressed-tensors" and rounds_inputs and isinstance(checkpoint, Checkpoint) and not weights_alone:
         return IntegerView.of(checkpoint)
     finder = _FINDERS.get(method)
     if finder is None or "detected" in quantization:
