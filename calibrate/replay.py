@@ -113,6 +113,29 @@ def run_block(skeleton: Skeleton, index: int, stream: Stream) -> None:
         stream.replace(batch, skeleton.run_block(index, hidden.to(skeleton.device)))
 
 
+class _SeenError(Exception):
+    """Ends a block's forward once what was wanted of it has been seen."""
+
+
+@torch.no_grad()
+def observe_inputs(
+    skeleton: Skeleton, index: int, stream: Stream, linear: Linear, observe: Callable[[Tensor], None]
+) -> None:
+    """Call `observe` with each batch's inputs of a linear layer of the loaded block `index`, and go no further."""
+
+    def see(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        observe(inputs[0])
+        raise _SeenError
+
+    handle = skeleton.model.get_submodule(linear.module).register_forward_pre_hook(see)
+    try:
+        for hidden in stream.hidden:
+            with contextlib.suppress(_SeenError):
+                skeleton.run_block(index, hidden.to(skeleton.device))
+    finally:
+        handle.remove()
+
+
 @torch.no_grad()
 def overflowing_layer(skeleton: Skeleton, index: int, hidden: Tensor) -> str:
     """Name of the first linear layer of a loaded block whose inputs are not finite, or the block's outputs."""

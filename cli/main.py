@@ -51,6 +51,7 @@ def run(
     recipe: Annotated[Path, typer.Argument(help="YAML file")],
     output: Annotated[Path | None, typer.Option(help="Directory to write, instead of the recipe's.")] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Change a recipe key.")] = None,
+    gate: Annotated[float | None, typer.Option(help="Refuse to write past this perplexity ratio.")] = None,
     resume: Resume = False,
     overwrite: Overwrite = False,
     device: Device = DeviceName.auto,
@@ -59,7 +60,8 @@ def run(
     with _messages(_RESUME):
         from ..pipeline.recipe import load_recipe
 
-        _run(load_recipe(recipe, _overrides(set_, output)), device, overwrite, resume)
+        overrides = _overrides(set_, output) | ({} if gate is None else {"gate": str(gate)})
+        _run(load_recipe(recipe, overrides), device, overwrite, resume)
 
 
 @app.command()

@@ -105,6 +105,7 @@ def print_run(run: Run) -> None:
             "layers",
             f"{_quantized(run)} quantized, {len(run.manifest['skipped_layers'])} left, {len(run.fallbacks)} fallbacks",
         ),
+        *([("KV cache", kv_cache(run.manifest["kv_cache"]))] if run.manifest["kv_cache"] else []),
         ("time", ", ".join(f"{part} {seconds:.1f} s" for part, seconds in run.seconds.items())),
         ("output", str(run.output)),
         (
@@ -216,6 +217,11 @@ def _warn(warnings: Any) -> None:
     console = _console()
     for warning in warnings:
         console.print(f"note: {warning}", markup=False, soft_wrap=True)
+
+
+def kv_cache(sizes: dict[str, Any]) -> str:
+    before, after = (sizes[when]["bytes_per_token"] for when in ("before", "after"))
+    return f"{before:,} → {after:,} bytes per token, measured on a live {sizes['after']['kind']} in {sizes['after']['dtype']}"
 
 
 def megabytes(count: int) -> str:

@@ -151,11 +151,25 @@ class Recipe(_Strict):
         min_length=1, description="one entry per step: {name: {settings}}"
     )
     report: ReportSettings | None = None
+    gate: float | None = Field(
+        None,
+        gt=0,
+        allow_inf_nan=False,
+        description="refuse an output whose perplexity ratio on report's text is larger",
+    )
     output: str = Field(min_length=1, description="directory to write; must not exist")
     max_shard_size: int = Field(5_000_000_000, ge=1_000, description="bytes per weight file")
     verify: Literal["auto", "full", "blocks"] = Field(
         "auto", description="reload all of it, or only as many blocks as fit in memory; auto: all when it fits"
     )
+
+    @model_validator(mode="after")
+    def _gate_needs_a_ratio(self) -> Recipe:
+        if self.gate is not None and self.report is None:
+            raise ValueError(
+                "gate: needs a perplexity ratio; add report: {data: builtin:holmes} or your own held-out text"
+            )
+        return self
 
     def resolved_steps(self) -> list[tuple[str, BaseModel]]:
         """Each step's name and validated settings."""

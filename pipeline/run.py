@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from .. import __version__
 from ..calibrate.tokens import TokenBlocks
+from ..checkpoint.errors import SutureError
 from ..checkpoint.families import family_of
 from ..checkpoint.layout import text_config
 from ..checkpoint.manifest import (
@@ -34,9 +35,11 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import Staging, open_staging, write_whole
 from ..checkpoint.writer import ShardPlan, plan_shards
 from ..quant.decode import DenseView, open_decoded
+from ..quant.scheme import STORAGE
 from ..report.card import KEPT, card, is_ours
 from ..report.document import REPORT_FILES, Report, make_report, write_report
 from ..report.windows import Windows
+from .cache import CacheSize, measure_cache
 from .costs import cost_of
 from .plan import Plan, PlannedStep, make_plan, probe_ids, settled, tokens_after
 from .progress import Progress, Silent
@@ -95,10 +98,12 @@ def run(
         progress.say("verify: reloading with stock transformers")
         verification = _verify(plan, staging, results[-1])
         clock.lap("verify")
-        report = _report(plan, staging, results, progress)
+        cache = _cache_sizes(plan)
+        report = _report(plan, staging, results, cache, progress)
         clock.lap("report")
+        check_gate(recipe.gate, report)
         _write_card(plan, staging, verification, report)
-        manifest = _finish(plan, staging, results, hashes, verification)
+        manifest = _finish(plan, staging, results, hashes, verification, cache)
         staging.commit()
     return Run(plan.output, plan, report, manifest, clock.laps)
 
@@ -118,7 +123,7 @@ class _Clock:
 
 def fingerprint(plan: Plan, weights: dict[str, str]) -> dict[str, str]:
     """What must be equal for a run to be resumed. The output's place, the report and progress are not part of it."""
-    content = plan.recipe.model_dump(exclude={"output", "steps", "report"})
+    content = plan.recipe.model_dump(exclude={"output", "steps", "report", "gate"})
     content["steps"] = [{step.name: step.settings.model_dump()} for step in plan.steps]
     return {
         "suture": __version__,
@@ -157,7 +162,7 @@ def _begin(plan: Plan, staging: Staging, progress: Progress) -> Plan:
 def preflight(plan: Plan, scratch: Path) -> None:
     """Take the first block through all steps, data-free: rounding, packing, writing and a reload, before the hours."""
     shutil.rmtree(scratch, ignore_errors=True)
-    source = _one_block(plan)
+    original = source = _one_block(plan)
     probe, expected = probe_ids(plan)[:1, :16], torch.empty(0)
     with open_staging(scratch / "out", {"preflight": "1"}, False, False) as staging:
         for number, step in enumerate(plan.steps, start=1):
@@ -165,7 +170,7 @@ def preflight(plan: Plan, scratch: Path) -> None:
             prepared = kind.prepare(source, settings)
             directory = staging.model if number == len(plan.steps) else staging.work / f"after-step-{number}"
             shards = plan_shards(prepared.specs)
-            work = _step_run(plan, staging, f"step-{number}", number, source, shards, Silent())
+            work = _step_run(plan, staging, f"step-{number}", number, source, original, shards, Silent())
             work = replace(work, directory=directory, text=None, probe=probe, verify_blocks=1)
             expected = kind.run(work, prepared, settings).expected
             _write_beside(directory, source, prepared)
@@ -214,7 +219,7 @@ def _run_steps(plan: Plan, staging: Staging, progress: Progress) -> tuple[Plan, 
             source = open_checkpoint(directory)
             results.append(StepResult(done["modules"], torch.empty(0), done["receipt"]))
             continue
-        work = _step_run(plan, staging, key, number, source, step.shards, progress)
+        work = _step_run(plan, staging, key, number, source, plan.checkpoint, step.shards, progress)
         results.append(step.kind.run(replace(work, directory=directory), step.prepared, step.settings))
         _write_beside(directory, source, step.prepared)
         if not last:
@@ -257,6 +262,7 @@ def _step_run(
     key: str,
     number: int,
     source: Checkpoint,
+    original: Checkpoint,
     shards: ShardPlan,
     progress: Progress,
 ) -> StepRun:
@@ -265,6 +271,7 @@ def _step_run(
         key=key,
         label=f"{name} ({number}/{of})" if of > 1 else name,
         checkpoint=source,
+        original=original,
         directory=staging.model,
         shards=shards,
         staging=staging,
@@ -344,7 +351,37 @@ def _superseded() -> frozenset[str]:
     return frozenset({MANIFEST, README, *REPORT_FILES})  # the card that is not suture's gets another name
 
 
-def _report(plan: Plan, staging: Staging, results: list[StepResult], progress: Progress) -> Report | None:
+def check_gate(gate: float | None, report: Report | None) -> None:
+    """Raises SutureError when the perplexity ratio's point estimate is beyond what the recipe lets through."""
+    if gate is None:
+        return
+    assert report is not None  # the recipe's own rule
+    found = report.perplexity
+    if not found.ratio <= gate:
+        bounds = "" if found.low is None or found.high is None else f" [{found.low:.4f}, {found.high:.4f}]"
+        raise SutureError(
+            f"gate: the output's perplexity is {found.ratio:.4f}{bounds} times the base's, more than the {gate:g} that "
+            "the gate lets through (the point estimate counts)",
+            "nothing was put under the final name; change the steps, or give a wider gate with --resume to keep it",
+        )
+
+
+def _cache_sizes(plan: Plan) -> dict[str, CacheSize] | None:
+    """The live KV cache before and after, when a step changed more of the config than its quantization."""
+    before, after = plan.checkpoint.config, plan.steps[-1].prepared.config
+    if all(edit["key"] == "quantization_config" for edit in _config_edits(before, after)):
+        return None
+    dtype = STORAGE.get(plan.checkpoint.dtypes[plan.skeleton.layout.embedding], torch.bfloat16)
+    return {"before": measure_cache(before, dtype), "after": measure_cache(after, dtype)}
+
+
+def _report(
+    plan: Plan,
+    staging: Staging,
+    results: list[StepResult],
+    cache: dict[str, CacheSize] | None,
+    progress: Progress,
+) -> Report | None:
     for name in REPORT_FILES:  # of the run that is resumed, whose report may have been another
         for stale in (staging.model / name, staging.model / f"{name}.tmp"):
             stale.unlink(missing_ok=True)
@@ -383,6 +420,7 @@ def _report(plan: Plan, staging: Staging, results: list[StepResult], progress: P
         modules={name: record for result in results for name, record in result.modules.items()},
         steps=[(step.name, step.settings.model_dump()) for step in plan.steps],
         parameters=sum(math.prod(shape) for shape in plan.skeleton.source.shapes.values()),
+        kv_cache=_plain_sizes(cache),
     )
     write_report(report, staging.model)
     return report
@@ -431,6 +469,7 @@ def _finish(
     results: list[StepResult],
     hashes: dict[str, str],
     verification: dict[str, Any],
+    cache: dict[str, CacheSize] | None,
 ) -> dict[str, Any]:
     modules = {name: record for result in results for name, record in result.modules.items()}
     accounts = _accounts(plan)
@@ -450,6 +489,7 @@ def _finish(
         "config_edits": _config_edits(plan.checkpoint.config, plan.steps[-1].prepared.config),
         "side_files": sorted(_side_files(plan)),
         "side_file_edits": _side_file_edits(plan),
+        "kv_cache": _plain_sizes(cache),
         "receipts": [_receipt(step, result) for step, result in zip(plan.steps, results, strict=True)],
         "modules": modules,
         "skipped_layers": dict(plan.steps[-1].prepared.skipped) if modules else {},
@@ -468,6 +508,10 @@ def _receipt(step: PlannedStep, result: StepResult) -> dict[str, Any]:
     """What was proved or measured of a step, and where its output runs as what it is."""
     matrix = step.prepared.portability
     return {"step": step.name, **result.receipt, **({"portability": list(matrix)} if matrix else {})}
+
+
+def _plain_sizes(cache: dict[str, CacheSize] | None) -> dict[str, Any] | None:
+    return None if cache is None else {when: asdict(size) for when, size in cache.items()}
 
 
 def _recipe_record(plan: Plan) -> dict[str, Any]:

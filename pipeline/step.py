@@ -71,6 +71,7 @@ class StepRun:
     key: str  # "step-1": names its journal entries and files
     label: str  # for progress
     checkpoint: Checkpoint
+    original: Checkpoint  # the recipe's model, which the first step changed
     directory: Path  # where its output goes
     shards: ShardPlan
     staging: Staging

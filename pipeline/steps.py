@@ -18,11 +18,13 @@ from ..quant.settings import (
 from ..surgery.cast import CastSettings, ReshardSettings
 from ..surgery.fold_norms import FoldNormsSettings
 from ..surgery.fuse import FuseSettings, UnfuseSettings
+from ..surgery.gqa import GQASettings
 from ..surgery.layers import LayersSettings
 from ..surgery.mla import MLASettings
 from ..surgery.permute import PermuteSettings
 from ..surgery.rescale_residual import RescaleResidualSettings
 from ..surgery.retie import RetieSettings
+from ..surgery.ridge import RefitSettings
 from ..surgery.rope_scaling import RopeScalingSettings
 from ..surgery.rotary import RotarySettings
 from ..surgery.rotate import RotateSettings
@@ -35,10 +37,12 @@ from . import (
     dequantize,
     fuse,
     gguf,
+    gqa,
     layers,
     lora_merge,
     mla,
     quantize,
+    refit,
     retie,
     rewrite,
     rope_scaling,
@@ -62,6 +66,10 @@ STEPS: dict[str, StepKind] = {
         rehearsal=mla.rehearsal,
     ),
     "untie": StepKind(UntieSettings, "give a tied head its own copy", never, False, untie.prepare, untie.run),
+    "gqa": StepKind(GQASettings, "fewer key-value heads", gqa.needs_text, False, gqa.prepare, gqa.run, gqa.rehearsal),
+    "refit": StepKind(
+        RefitSettings, "heal by ridge regression", always, False, refit.prepare, refit.run, refit.rehearsal
+    ),
     "rtn": StepKind(RTNSettings, "round to nearest", never, True, quantize.prepare, quantize.run, quantize.rehearsal),
     "gptq": StepKind(GPTQSettings, "GPTQ", always, True, quantize.prepare, quantize.run, quantize.rehearsal),
     "learn": StepKind(

@@ -16,18 +16,24 @@ from ..calibrate.replay import Stream, overflowing_layer, release_memory, run_bl
 from ..calibrate.skeleton import Skeleton, finite, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
-from ..checkpoint.source import OverlaySource, PlannedSource
+from ..checkpoint.source import OverlaySource, PlannedSource, TensorSource
 from ..checkpoint.writer import ShardWriter
 from ..quant.scheme import STORAGE
 from .step import Prepared, StepResult, StepRun, planned_output
 
 CALIBRATION = "calibration"  # name of the stream of calibration tokens
+TEACHER = "teacher"  # the same tokens through the original blocks, where the other goes through the converted ones
 ORIGINAL, UNROUNDED = "original", "unrounded"  # the probe through the input, and through the output in float32
 EXACT = 1e-4  # of the largest logit: float32 rounding of another order of the same sums, over all blocks
 
 Convert = Callable[[Skeleton, int, Stream | None], tuple[Mapping[str, Tensor], dict[str, Any]]]
 """(the input's skeleton with the block loaded, index, calibration stream at the block's inputs) ->
 (the block's changed tensors by the output's disk names, records of its modules). The stream must not be changed."""
+
+Refine = Callable[[Skeleton, Skeleton, int, Stream, Stream], tuple[Mapping[str, Tensor], dict[str, Any]]]
+"""(the input's skeleton and the output's, both with the block loaded, index, the calibration tokens at the block's inputs
+in the original model and in the converted one) -> (further changed tensors, records to add to those of `convert`). Takes
+both streams through the block, the converted one with the tensors that it returns."""
 
 
 def planned_source(work: StepRun, plan: Prepared) -> PlannedSource:
@@ -46,6 +52,9 @@ def convert_blocks(
     converted_inputs: bool = True,
     outside: Mapping[str, Tensor] | None = None,
     exact: bool = False,
+    measured: bool = False,
+    refine: Refine | None = None,
+    teacher: TensorSource | None = None,
 ) -> StepResult:
     """Change a model block by block, and write each as it is done; resumes after a kill.
 
@@ -56,18 +65,25 @@ def convert_blocks(
 
     `exact`: the change is claimed to leave every float32 logit what it was. The claim is checked on the probe with the
     changed tensors as they are before they are rounded to their stored dtype; SutureError when it does not hold, and
-    the receipt holds the largest difference and the KL divergence when it does.
+    the receipt holds the largest difference and the KL divergence when it does. `measured`: nothing is claimed; the same
+    receipt says what was found.
+
+    `refine` is called on each converted block, to fit it to what the original one puts out. Its tensors too are rounded
+    before they are stored; it rounds what it puts into the module itself. `teacher`: what is the original to it, and what
+    the receipt compares with, when that is not the step's input.
     """
-    before = open_skeleton(work.checkpoint, device=work.device)
+    before = open_skeleton(teacher or work.checkpoint, device=work.device)
     overlay = OverlaySource(planned_source(work, plan), work.checkpoint)
     outside = outside or {}
     overlay.put(_stored(overlay, outside))
     after = open_skeleton(overlay, device=work.device)
-    streams = BlockStreams(work, after, (CALIBRATION,) if calibrated else (), (ORIGINAL, UNROUNDED) if exact else ())
-    streams.embedder[ORIGINAL] = before
-    if calibrated and not converted_inputs:
-        streams.embedder[CALIBRATION] = before
-    unrounded = open_skeleton(_unrounded(overlay, outside), device=work.device) if exact else None
+    through_original = refine is not None or (calibrated and not converted_inputs)
+    through_converted = refine is not None or (calibrated and converted_inputs)
+    names = ((CALIBRATION,) if through_converted else ()) + ((TEACHER,) if through_original else ())
+    proved = exact or measured
+    streams = BlockStreams(work, after, names, (ORIGINAL, UNROUNDED) if proved else ())
+    streams.embedder |= {ORIGINAL: before, TEACHER: before}
+    unrounded = open_skeleton(_unrounded(overlay, outside), device=work.device) if proved else None
     if unrounded is not None:
         streams.embedder[UNROUNDED] = unrounded
     modules: dict[str, Any] = {}
@@ -80,16 +96,22 @@ def convert_blocks(
                 continue
             streams.resume_after(index - 1)
             before.load_block(index)
-            made, records = convert(before, index, streams[CALIBRATION] if calibrated else None)
-            if calibrated and not converted_inputs:
-                run_block(before, index, streams[CALIBRATION])
+            seen = streams[CALIBRATION if converted_inputs else TEACHER] if calibrated else None
+            made, records = convert(before, index, seen)
+            if refine is not None:
+                overlay.put(_stored(overlay, made))
+                after.load_block(index)
+                more, notes = refine(before, after, index, streams[TEACHER], streams[CALIBRATION])
+                made, records = {**made, **more}, _joined(records, notes)
+            elif through_original:
+                run_block(before, index, streams[TEACHER])
             if unrounded is not None:
                 run_block(before, index, streams[ORIGINAL])
                 _run_unrounded(unrounded, index, made, streams[UNROUNDED])
             before.free_block(index)
             overlay.put(_stored(overlay, made))
             after.load_block(index)
-            if calibrated and converted_inputs:
+            if refine is None and through_converted:
                 run_block(after, index, streams[CALIBRATION])
             advance_probe(after, index, streams.probe)
             after.free_block(index)
@@ -105,9 +127,8 @@ def convert_blocks(
     receipt: dict[str, Any] = {}
     if unrounded is not None:
         verified = min(work.verify_blocks, plan.n_blocks)
-        receipt = check_exact(
-            work.label, streams.logits(ORIGINAL, before, verified), streams.logits(UNROUNDED, unrounded, verified)
-        )
+        logits = streams.logits(ORIGINAL, before, verified), streams.logits(UNROUNDED, unrounded, verified)
+        receipt = check_exact(work.label, *logits) if exact else compare_logits(*logits)
     return StepResult(modules, streams.expected(plan.n_blocks), receipt)
 
 
@@ -167,14 +188,20 @@ def write_block(
 def check_exact(what: str, original: Tensor, changed: Tensor) -> dict[str, Any]:
     """Receipt of a change that must preserve the function. Raises SutureError when logits [B, T, vocab] differ by more
     than float32 rounding."""
-    difference, scale = float((original - changed).abs().max()), float(original.abs().max())
-    if not difference <= EXACT * scale:
+    receipt = compare_logits(original, changed)
+    if not receipt["exact"]:
         raise SutureError(
-            f"{what}: should leave the model's function as it is, but float32 logits up to {scale:.3g} move by "
-            f"{difference:.3g}",
+            f"{what}: should leave the model's function as it is, but float32 logits up to "
+            f"{receipt['largest_logit']:.3g} move by {receipt['max_logit_difference']:.3g}",
             "nothing was written; please report this",
         )
-    return {"exact": True, **distance(original, changed)}
+    return receipt
+
+
+def compare_logits(original: Tensor, changed: Tensor) -> dict[str, Any]:
+    """`distance`, and whether it is float32 rounding (`exact`)."""
+    found = distance(original, changed)
+    return {"exact": found["max_logit_difference"] <= EXACT * found["largest_logit"], **found}
 
 
 def distance(original: Tensor, changed: Tensor) -> dict[str, Any]:
@@ -188,6 +215,11 @@ def distance(original: Tensor, changed: Tensor) -> dict[str, Any]:
         "kl": float(f"{max(kl, 0.0):.3g}"),
         "tokens": original.shape[0] * original.shape[1],
     }
+
+
+def _joined(records: dict[str, Any], notes: dict[str, Any]) -> dict[str, Any]:
+    """Both records of each module in one."""
+    return {name: {**records.get(name, {}), **notes.get(name, {})} for name in {**records, **notes}}
 
 
 def _unrounded(overlay: OverlaySource, outside: Mapping[str, Tensor]) -> OverlaySource:

@@ -90,11 +90,12 @@ def make_report(
     name: str | None = None,
     tasks: Sequence[Mapping[str, Any]] = (),
     cost: Mapping[str, Any] | None = None,
+    kv_cache: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Report:
     """`sets`: at least one, the main one first. `margin`: perplexity ratio less 1 that counts as equivalent.
 
     `name`: the candidate's; default where it is. `parameters`: the base's; to be given when its tensors are packed, else
-    counted.
+    counted. `kv_cache`: what one token takes in the live cache, `before` and `after`, when a step changed it.
     """
     pairs = [_pair(scored, level) for scored in sets]
     several = len(sets) > 1
@@ -120,6 +121,7 @@ def make_report(
         "cost": None if cost is None else dict(cost),
         "sizes": _sizes(base, candidate, modules, parameters),
         "layers": _layers(modules),
+        "kv_cache": None if kv_cache is None else {when: dict(size) for when, size in kv_cache.items()},
         "warnings": list(dict.fromkeys([*(warning for row in rows for warning in row.pop("warnings")), *warnings])),
     }
     return Report(pairs[0], content, _sidecar(sets))
@@ -387,6 +389,10 @@ def markdown(content: Mapping[str, Any]) -> str:
         f"| weights, bytes | {sizes['bytes_base']:,} | {sizes['bytes_candidate']:,} |",
         f"| bits per parameter, all tensors | | {sizes['bits_per_parameter']} |",
     ]
+    if content["kv_cache"]:
+        before, after = content["kv_cache"]["before"], content["kv_cache"]["after"]
+        title = f"KV cache, bytes per token ({after['dtype']}, live {after['kind']})"
+        lines.append(f"| {title} | {before['bytes_per_token']:,} | {after['bytes_per_token']:,} |")
     if sizes["bits_per_quantized_weight"] is not None:
         lines.append(f"| bits per quantized weight, scales included | | {sizes['bits_per_quantized_weight']} |")
     lines += _fidelity_lines(content)
