@@ -236,7 +236,7 @@ def _settle(plan: Plan, number: int, source: Checkpoint, staging: Staging, progr
         return plan
     entry = staging.find(step=key, unit="settled")
     if entry is None:
-        work = _step_run(plan, staging, key, number, source, step.shards, progress)
+        work = _step_run(plan, staging, key, number, source, plan.checkpoint, step.shards, progress)
         chosen = step.kind.settle(work, step.prepared, step.settings)
         entry = {"step": key, "unit": "settled", "settings": chosen.model_dump() if chosen is not None else None}
         staging.record(entry)
