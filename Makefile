@@ -11,7 +11,7 @@ demo: $(VENV)/installed
 	$(BIN)/suture run recipes/quickstart.yaml --overwrite
 
 test: $(VENV)/installed-dev lint
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadfile
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -195,10 +195,10 @@ def rehearsal(plan: MLAPlan, settings: MLASettings) -> tuple[str, MLASettings]:
 
 @torch.no_grad()
 def run(work: StepRun, plan: MLAPlan, settings: MLASettings) -> StepResult:
-    """Convert block by block; what a block is shown is what the converted ones before it put out."""
+    """Convert block by block, by what the source's own blocks put out: measured on SmolLM2, better than the converted ones'."""
 
     def convert(before: Skeleton, index: int, stream: Stream | None) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
-        moment = _moment(before, index, stream, plan.beta)
+        moment = _moment(before, index, stream)
         return _convert_block(before, index, plan, settings, moment)
 
     return convert_blocks(
@@ -207,6 +207,7 @@ def run(work: StepRun, plan: MLAPlan, settings: MLASettings) -> StepResult:
         plan.layout,
         convert,
         calibrated=settings.needs_text,
+        converted_inputs=False,
         outside=_outside(work.checkpoint, plan),
         exact=plan.exact,
     )
@@ -224,7 +225,7 @@ def _outside(source: TensorSource, plan: MLAPlan) -> dict[str, Tensor]:
     return made
 
 
-def _moment(before: Skeleton, index: int, stream: Stream | None, beta: float) -> Tensor:
+def _moment(before: Skeleton, index: int, stream: Stream | None) -> Tensor:
     """E[x̃ x̃ᵀ] of x̃ = [x, 1], x the input of block `index`'s attention, float64 [D + 1, D + 1]; white without text."""
     width = int(before.hf_config.hidden_size)
     if stream is None:
@@ -232,7 +233,7 @@ def _moment(before: Skeleton, index: int, stream: Stream | None, beta: float) ->
     norm = before.block(index).get_submodule(before.family.norms[0])
     moment = SecondMoment.zeros(width + 1, torch.float64, before.device)
     for hidden in stream.hidden:
-        x = norm(hidden.to(before.device) / beta)  # the stream is the output's, which is scaled; the norm the source's
+        x = norm(hidden.to(before.device))
         moment.add(torch.cat([x, torch.ones_like(x[..., :1])], dim=-1))
     found = moment.hessian().cpu()
     if not bool(torch.isfinite(found).all()):

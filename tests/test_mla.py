@@ -120,9 +120,9 @@ def test_full_rank_equals_an_independent_partial_rope_with_mixed_heads(converted
     plan = make_plan(make_recipe(recipe(made.source, "unused", text, rank=28, rope_dim=4)))
     ids = torch.from_numpy(plan.calibration.blocks.ids)
     calibrated = []  # inputs of each attention, as the conversion saw them
-    linears = [layer.self_attn.q_a_proj or layer.self_attn.q_proj for layer in output.model.layers]
+    linears = [layer.self_attn.q_proj for layer in source.model.layers]
     hooks = [linear.register_forward_pre_hook(lambda _, x: calibrated.append(x[0].flatten(0, 1))) for linear in linears]
-    logits(output, ids)
+    logits(source, ids)
     for hook in hooks:
         hook.remove()
     for layer, x in zip(source.model.layers, calibrated, strict=True):
