@@ -207,8 +207,9 @@ def print_curve(rows: list[dict[str, Any]]) -> None:
     for heading in ("model", "per token", "over the tuned model's, paired 95 % interval", "change kept"):
         table.add_column(heading)
     for row in rows:
+        ratio, low, high = row["against_tuned"]
         table.add_row(
-            row["model"], f"{row['perplexity']:g}", interval(*row["against_tuned"], 4), f"{100 * row['kept']:.1f} %"
+            row["model"], f"{row['perplexity']:g}", interval(ratio, low, high, 4), f"{100 * row['kept']:.1f} %"
         )
     _console().print(table)
 

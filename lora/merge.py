@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..calibrate.skeleton import Skeleton, cut
 from ..checkpoint.layout import ModelLayout, Place
-from ..checkpoint.source import TensorSource
+from ..checkpoint.source import TensorSource, side_file
 from .delta import Delta, Rounding, merge_into, merged, norms_by_expansion, rounding
 from .match import Change, Stored
 
@@ -144,7 +144,7 @@ class Live:
         return self.arranged.source
 
     def side(self, name: str) -> bytes | None:
-        return self.arranged.side(name)
+        return side_file(self.arranged, name)
 
     def read(self, name: str) -> Tensor:
         tensor = self.arranged.read(name)

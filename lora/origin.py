@@ -15,7 +15,7 @@ import torch
 
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import ModelLayout
-from ..checkpoint.source import TensorSource
+from ..checkpoint.source import TensorSource, side_file
 
 _DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # A config's key -> where the biases lie that it switches on.
@@ -60,7 +60,7 @@ class Arranged:
         return self.base.read_rows(self.names[name], rows)
 
     def side(self, name: str) -> bytes | None:
-        return self.base.side(name)
+        return side_file(self.base, name)
 
     def outputs_of(self, origin: str) -> tuple[str, ...]:
         return tuple(name for name, of in self.names.items() if of == origin)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..calibrate.skeleton import open_skeleton
-from ..checkpoint.source import TensorSource
+from ..checkpoint.source import TensorSource, side_file
 from ..lora.settings import MergeSettings
 
 BLOCK = 64
@@ -53,7 +53,7 @@ class AsTrained:
         return self.base.dtypes
 
     def side(self, name: str) -> bytes | None:
-        return self.base.side(name)
+        return side_file(self.base, name)
 
     def read(self, name: str) -> Tensor:
         W = self.base.read(name)

@@ -306,11 +306,9 @@ def _latency(latency: Content, number: int) -> dict[str, Any]:
         text = f"× {interval_text(m['ratio']['value'], m['ratio']['ci'])}"
         rows.append(Estimate(m["name"], m["ratio"]["value"], low, high, text, number))
         control = m["control"]
-        rows.append(
-            Estimate(
-                f"{m['name']}, base against itself", control["value"], *control["ci"], f"× {figure_text(control)}", 5
-            )
-        )
+        low, high = control["ci"]
+        name = f"{m['name']}, base against itself"
+        rows.append(Estimate(name, control["value"], low, high, f"× {figure_text(control)}", 5))
         for model in ("base", "candidate"):
             seconds = m[model]
             table.append(

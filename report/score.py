@@ -53,8 +53,9 @@ def score(
             losses[:, start:end] = _nll(logits, ids[:, start:end].to(logits.device)).double().cpu()
         for row, number in enumerate(members):
             start = int(windows.score_from[number])
-            nll[number] = losses[row, start:].numpy().copy()
-            _refuse_nan(nll[number], skeleton, number, start)
+            part = losses[row, start:].numpy().copy()
+            _refuse_nan(part, skeleton, number, start)
+            nll[number] = part
     skeleton.free_head()
     return np.concatenate([part for part in nll if part is not None])
 
@@ -113,9 +114,10 @@ def compare_tokens(
                 )
         for row, number in enumerate(members):
             start = int(windows.score_from[number])
-            rows[number] = table[row, start:].copy()
+            part = table[row, start:].copy()
             for name, skeleton in (("nll_base", base), ("nll_candidate", candidate), ("kl", candidate)):
-                _refuse_nan(rows[number][name], skeleton, number, start)
+                _refuse_nan(part[name], skeleton, number, start)
+            rows[number] = part
     for skeleton in models.values():
         skeleton.free_head()
     return np.concatenate([part for part in rows if part is not None])
