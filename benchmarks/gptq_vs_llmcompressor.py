@@ -48,6 +48,7 @@ def main() -> None:
             protocol="gptq-2048",
             window=options.window,
             max_windows=options.windows,
+            fidelity=False,
         )
         compared = report.perplexity
         figures[tool] |= {

@@ -715,7 +715,7 @@ def test_a6_overwriting_leaves_nothing_of_the_older_output(home):
     (home / "out/sub/stale").write_bytes(b"stale")
     assert run(home, args=["--overwrite"]).code == 0
     second = sorted(tiny.contents(home / "out"))
-    assert second == ["config.json", "generation_config.json", "model.safetensors", "suture.json"]
+    assert second == ["README.md", "config.json", "generation_config.json", "model.safetensors", "suture.json"]
     with safe_open(home / "out/model.safetensors", "pt") as opened:
         assert "lm_head.weight" in opened.keys()  # noqa: SIM118
     assert tiny.visible(home) == ["calibration.jsonl", "evaluation.jsonl", "model", "out", "recipe.yaml"]

@@ -133,16 +133,19 @@ def test_the_command_is_declared_once():
 
 
 def test_every_import_of_the_package_is_a_declared_dependency():
-    """Third-party modules that the code imports, against the dependencies and the extra `data`."""
+    """Third-party modules that the code imports, against the dependencies; inside a function also against users' extras."""
     import ast
 
     modules = {"ruamel.yaml": "ruamel", "huggingface_hub": "huggingface_hub"}
     declared = {re.split(r"[<>=]", d)[0] for d in PROJECT["project"]["dependencies"]}
-    declared |= {re.split(r"[<>=]", d)[0] for d in PROJECT["project"]["optional-dependencies"]["data"]}
+    extras = PROJECT["project"]["optional-dependencies"]
+    optional = {re.split(r"[<>=]", d)[0] for extra in set(extras) - {"dev"} for d in extras[extra]}
     known = {modules.get(name, name).replace("-", "_") for name in declared} | set(sys.stdlib_module_names) | {"suture"}
     for package in SETUP["packages"]:
         for path in ROOT.joinpath(*package.split(".")[1:]).glob("*.py"):
-            for node in ast.walk(ast.parse(path.read_text())):
+            tree = ast.parse(path.read_text())
+            for node in ast.walk(tree):
                 names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
                 names += [node.module] if isinstance(node, ast.ImportFrom) and node.level == 0 else []
-                assert not {name.split(".")[0] for name in names} - known, path
+                allowed = known if node in tree.body else known | optional
+                assert not {name.split(".")[0] for name in names} - allowed, path

@@ -15,7 +15,7 @@ from suture.quant.scheme import Scheme
 from suture.quant.smoothquant import smoothing
 
 torch.set_num_threads(1)
-SIZE, TOKENS, FACTORS = 512, 4096, 64
+SIZE, TOKENS, FACTORS = 512, 4096, 96
 W4, W8 = Scheme(4, 128), Scheme(8, -1)
 
 
