@@ -11,7 +11,7 @@ demo: $(VENV)/installed
 	$(BIN)/suture run recipes/quickstart.yaml --overwrite
 
 test: $(VENV)/installed-dev lint
-	$(BIN)/pytest -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile  # threads of two processes on two cores would wait for one another
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
