@@ -138,6 +138,7 @@ def run(work: StepRun, plan: GQAPlan, settings: GQASettings) -> StepResult:
         plan.layout,
         convert,
         calibrated=calibrated,
+        converted_inputs=False,  # measured: statistics of the original blocks merge better than those of drifted ones
         measured=True,
         refine=refine if refining else None,
     )
