@@ -22,7 +22,7 @@ from ..quant.settings import FourBitSettings, Int8Settings
 from ..quant.targets import Selection, select
 from .quantize import notes_of, planned_tensors
 from .step import Prepared, StepResult, StepRun
-from .walk import Made, round_blocks
+from .walk import BlockStreams, Made, round_blocks
 
 _INT8_INPUTS = (
     "loaded by transformers, these layers round their inputs to int8 as well (but for outliers); the report and the "
@@ -188,7 +188,7 @@ def _run(
     encode: Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]],
     record: dict[str, Any],
 ) -> StepResult:
-    def make(skeleton: Skeleton, index: int) -> list[Made]:
+    def make(skeleton: Skeleton, index: int, _: BlockStreams) -> list[Made]:
         layers = []
         for linear in (x for group in plan.layout.blocks[index] for x in group if x.name in plan.chosen):
             weight = weight_of(skeleton, linear)

@@ -6,15 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-
 from ..calibrate.replay import run_block
 from ..calibrate.skeleton import Skeleton, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
 from ..checkpoint.manifest import Account
 from ..checkpoint.source import TensorSource
-from ..checkpoint.writer import ShardWriter, TensorSpec
+from ..checkpoint.writer import TensorSpec
 from ..quant.block import QuantizedLayer, gptq_block, learned_block, rtn_block
 from ..quant.compressed_tensors import Spec
 from ..quant.decode import with_dtype
@@ -23,7 +21,7 @@ from ..quant.scheme import STORAGE, Scheme
 from ..quant.settings import GPTQSettings, LearnSettings, RTNSettings, Rule
 from ..quant.targets import Selection, ruled_schemes, select
 from .step import Prepared, StepResult, StepRun
-from .walk import CALIBRATION, BlockStreams, Made, advance_probe, copy_rest, write_block
+from .walk import CALIBRATION, BlockStreams, Made, round_blocks
 
 REFERENCE = "reference"  # the calibration text through the original model
 INPUTS = "inputs"  # a block's inputs while it is trained
@@ -162,33 +160,16 @@ def _notes(layout: ModelLayout, selection: Selection, settings: RTNSettings) -> 
     return tuple(notes)
 
 
-@torch.no_grad()
 def run(work: StepRun, plan: QuantizePlan, settings: RTNSettings) -> StepResult:
     """Quantize, write and journal one block after another."""
-    skeleton = open_skeleton(work.checkpoint, device=work.device)
-    chosen = {linear.name for linear in plan.selection.chosen}
     original = open_skeleton(work.checkpoint, device=work.device) if _two_models(settings) else None
-    streams = BlockStreams(work, skeleton, _streams(settings), scratch=_scratch(settings))
-    modules: dict[str, Any] = {}
-    with ShardWriter(work.directory, work.shards) as writer:
-        copy_rest(work, plan, plan.layout, writer)
-        for index in work.progress.track(range(skeleton.n_blocks), skeleton.n_blocks, work.label):
-            entry = work.staging.find(step=work.key, block=index)
-            if entry is not None:
-                modules |= entry["modules"]
-                continue
-            streams.resume_after(index - 1)
-            skeleton.load_block(index)
-            layers = _quantize_block(work, skeleton, original, index, streams, chosen, settings, plan)
-            advance_probe(skeleton, index, streams.probe)
-            form = FORMATS[settings.format]
-            made = [Made(x.linear, form.tensors(x.linear, x.quantized), _record(x, settings.format)) for x in layers]
-            records = write_block(work, skeleton, index, made, writer)
-            skeleton.free_block(index)
-            streams.save(index, writer, {"step": work.key, "block": index, "modules": records})
-            modules |= records
-        streams.wait()
-    return StepResult(modules, streams.expected(plan.n_blocks))
+    form = FORMATS[settings.format]
+
+    def make(skeleton: Skeleton, index: int, streams: BlockStreams) -> list[Made]:
+        layers = _quantize_block(work, skeleton, original, index, streams, settings, plan)
+        return [Made(x.linear, form.tensors(x.linear, x.quantized), _record(x, settings.format)) for x in layers]
+
+    return round_blocks(work, plan, plan.layout, make, names=_streams(settings), scratch=_scratch(settings))
 
 
 def _two_models(settings: RTNSettings) -> bool:
@@ -218,11 +199,11 @@ def _quantize_block(
     original: Skeleton | None,
     index: int,
     streams: BlockStreams,
-    chosen: set[str],
     settings: RTNSettings,
     plan: QuantizePlan,
 ) -> list[QuantizedLayer]:
-    mine = [linear for group in skeleton.layout.blocks[index] for linear in group if linear.name in chosen]
+    names = plan.selection.names
+    mine = [linear for group in skeleton.layout.blocks[index] for linear in group if linear.name in names]
     own = work.checkpoint.dtypes[(mine or plan.selection.chosen)[0].place.tensor]
     storage = STORAGE[FORMATS[settings.format].scale_dtype or own]
     if not isinstance(settings, GPTQSettings):

@@ -119,6 +119,7 @@ def convert_blocks(
                 if name in made:
                     writer.write(name, overlay.read(name))
                 else:
+                    _check_copied(plan, name, work.label)
                     writer.write_bytes(name, work.checkpoint.read_bytes(name))
             overlay.forget(made)
             streams.save(index, writer, {"step": work.key, "block": index, "modules": records})
@@ -143,14 +144,21 @@ class Made:
 
 @torch.no_grad()
 def round_blocks(
-    work: StepRun, plan: Prepared, layout: ModelLayout, make: Callable[[Skeleton, int], list[Made]]
+    work: StepRun,
+    plan: Prepared,
+    layout: ModelLayout,
+    make: Callable[[Skeleton, int, BlockStreams], list[Made]],
+    *,
+    names: tuple[str, ...] = (),
+    scratch: tuple[str, ...] = (),
 ) -> StepResult:
-    """Put layers into another format block by block, data-free, and write each as it is done; resumes after a kill.
+    """Put layers into another format block by block, and write each as it is done; resumes after a kill.
 
-    `make`: (skeleton with the block loaded, index) -> its changed layers; the modules then hold the dequantized weights.
+    `make`: (skeleton with the block loaded, index, streams) -> its changed layers; the modules then hold the dequantized
+    weights, and the streams `names` over the calibration tokens the block's outputs. `scratch`: as in `BlockStreams`.
     """
     skeleton = open_skeleton(work.checkpoint, device=work.device)
-    streams = BlockStreams(work, skeleton)
+    streams = BlockStreams(work, skeleton, names, scratch=scratch)
     modules: dict[str, Any] = {}
     with ShardWriter(work.directory, work.shards) as writer:
         copy_rest(work, plan, layout, writer)
@@ -161,7 +169,7 @@ def round_blocks(
                 continue
             streams.resume_after(index - 1)
             skeleton.load_block(index)
-            layers = make(skeleton, index)
+            layers = make(skeleton, index, streams)
             advance_probe(skeleton, index, streams.probe)
             records = write_block(work, skeleton, index, layers, writer)
             skeleton.free_block(index)
@@ -215,6 +223,12 @@ def distance(original: Tensor, changed: Tensor) -> dict[str, Any]:
         "kl": float(f"{max(kl, 0.0):.3g}"),
         "tokens": original.shape[0] * original.shape[1],
     }
+
+
+def _check_copied(plan: Prepared, name: str, what: str) -> None:
+    """A tensor that was to be changed and was not made must not pass for its old self."""
+    if plan.accounts[name].action != "copied":
+        raise SutureError(f"{what}: {name} was to be {plan.accounts[name].action}, but nothing was made of it")
 
 
 def _joined(records: dict[str, Any], notes: dict[str, Any]) -> dict[str, Any]:
