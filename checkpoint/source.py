@@ -87,15 +87,11 @@ class PlannedSource:
 
 
 @dataclass(frozen=True)
-class OverlaySource:
-    """What a step is turning `base` into: its planned names and shapes, with the tensors that exist so far.
-
-    A tensor that was `put` is read as it is; any other planned name is read from `base`, where it must be unchanged.
-    """
+class _OfPlan:
+    """Names, shapes and config of a step's output, as planned; what its tensors are the kinds below say."""
 
     planned: PlannedSource
     base: TensorSource
-    _new: dict[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -112,6 +108,16 @@ class OverlaySource:
     @property
     def dtypes(self) -> Mapping[str, str]:
         return self.planned.dtypes
+
+
+@dataclass(frozen=True)
+class OverlaySource(_OfPlan):
+    """What a step is turning `base` into: its planned names and shapes, with the tensors that exist so far.
+
+    A tensor that was `put` is read as it is; any other planned name is read from `base`, where it must be unchanged.
+    """
+
+    _new: dict[str, torch.Tensor] = field(default_factory=dict)
 
     def put(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Make `tensors` readable. Raises SutureError for a name or a shape that was not planned."""
@@ -137,31 +143,13 @@ class OverlaySource:
 
 
 @dataclass(frozen=True)
-class DerivedSource:
+class DerivedSource(_OfPlan):
     """What a step turns `base` into when each tensor can be made by itself, at any time.
 
     `derive(name)`: the tensor, or the name of the tensor of `base` that it is a copy of.
     """
 
-    planned: PlannedSource
-    base: TensorSource
     derive: Callable[[str], torch.Tensor | str]
-
-    @property
-    def source(self) -> str:
-        return self.planned.source
-
-    @property
-    def config(self) -> dict[str, Any]:
-        return self.planned.config
-
-    @property
-    def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self.planned.shapes
-
-    @property
-    def dtypes(self) -> Mapping[str, str]:
-        return self.planned.dtypes
 
     def read(self, name: str) -> torch.Tensor:
         made = self.derive(name)
