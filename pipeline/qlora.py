@@ -4,8 +4,7 @@ Training on 4-bit weights fits the adapter to Q(W), not to W. Both can be merged
 `dequantized` to Q(W). The second lies on Q's grid, so a change smaller than its steps is rounded away when the result is
 quantized that way again: the adapter vanishes. How much survives is measured here: <Q(W') - W, dW> / <dW, dW>.
 
-Q is NF4 (arXiv 2305.14314): the matrix [out, in] as one row-major run in blocks of 64, each divided by its largest
-magnitude, each quotient replaced by the nearest of 16 points. As bitsandbytes does it, bit for bit.
+Q is NF4 (arXiv 2305.14314) in blocks of 64, as the step `nf4` writes it without double quantization.
 """
 
 from __future__ import annotations
@@ -20,13 +19,9 @@ from torch import Tensor
 from ..calibrate.skeleton import open_skeleton
 from ..checkpoint.source import TensorSource, side_file
 from ..lora.settings import MergeSettings
+from ..quant.bitsandbytes import quantize_4bit
 
 BLOCK = 64
-POINTS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -69,13 +64,7 @@ class AsTrained:
 
 def nf4(W: Tensor) -> Tensor:
     """W [out, in] through NF4 and back, in its own dtype."""
-    points = torch.tensor(POINTS)
-    middles = (points[1:] + points[:-1]) / 2
-    flat = W.float().contiguous().flatten()
-    blocks = torch.nn.functional.pad(flat, (0, -flat.numel() % BLOCK)).view(-1, BLOCK)
-    absmax = blocks.abs().amax(1, keepdim=True)
-    codes = torch.bucketize(blocks / absmax.clamp_min(1e-38), middles)
-    return (points[codes] * absmax).flatten()[: flat.numel()].view(W.shape).to(W.dtype)
+    return quantize_4bit(W.contiguous(), "nf4", BLOCK, False).dequantize()
 
 
 def merge_base(source: TensorSource, settings: MergeSettings) -> TensorSource:
