@@ -7,16 +7,11 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from kit import LENGTH, Shelf, ids_file, quantize, run
+from kit import LENGTH, ids_file, quantize, run
 
 from suture.checkpoint.errors import SutureError
 from suture.pipeline import allocate as step
 from suture.quant.allocate import allocate
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return Shelf(tmp_path_factory.mktemp("kit"))
 
 
 @pytest.fixture(scope="module")

@@ -25,11 +25,6 @@ THEIRS = {
 
 
 @pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return Shelf(tmp_path_factory.mktemp("kit"))
-
-
-@pytest.fixture(scope="module")
 def finished(shelf, tmp_path_factory):
     root = tmp_path_factory.mktemp("out")
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.base import PackedQuantizationCompressor
 from compressed_tensors.quantization import QuantizationConfig, QuantizationScheme
-from kit import Shelf, edit, make, quantize, read, some_ids
+from kit import edit, make, quantize, read, some_ids
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, CompressedTensorsConfig
 
 from suture.calibrate.skeleton import cut, open_skeleton
@@ -197,11 +197,6 @@ def test_a_config_that_is_not_ours_to_read_is_refused(change, weights):
 
 
 # ---- a written checkpoint
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return Shelf(tmp_path_factory.mktemp("kit"))
 
 
 WRITTEN = [

@@ -17,11 +17,6 @@ from suture.quant.scheme import STORAGE
 torch.compiler.set_stance("force_eager")
 
 
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return Shelf(tmp_path_factory.mktemp("kit"))
-
-
 def dequantize(model, output, **settings):
     return run({"model": str(model), "output": str(output), "steps": [{"dequantize": settings}]})
 

@@ -4,27 +4,10 @@ import json
 
 import pytest
 import torch
-from kit import Shelf, edit, fuse_experts, ids_file, make, read, run, some_ids, stock
+from kit import edit, fuse_experts, ids_file, make, read, some_ids, stock
 
 from suture.checkpoint.errors import SutureError
 from suture.cli.tables import print_run
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return Shelf(tmp_path_factory.mktemp("models"))
-
-
-@pytest.fixture
-def apply(shelf, tmp_path):
-    """apply("L1", {step: settings}, ...) -> (input directory, finished run); the kit's model in float32."""
-
-    def go(name, *steps, model=None, **recipe):
-        source = model or shelf(name, "float32")
-        output = tmp_path / f"out-{name}-{len(list(tmp_path.iterdir()))}"
-        return source, run({"model": str(source), "output": str(output), "steps": list(steps), **recipe})
-
-    return go
 
 
 @torch.no_grad()

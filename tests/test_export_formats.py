@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import Shelf, ids_file, quantize, read
+from kit import ids_file, quantize, read
 from test_dequantize import words
 
 from suture.checkpoint.errors import SutureError
@@ -15,11 +15,6 @@ from suture.quant.export import FORMATS, ranks_that_divide
 from suture.quant.pack import AWQ_ORDER, deinterleave, interleave, pack, unpack
 from suture.quant.qweight import awq_dense, awq_tensors, gptq_dense, gptq_tensors
 from suture.quant.scheme import Quantized, Scheme
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return Shelf(tmp_path_factory.mktemp("kit"))
 
 
 def drawn(out, inputs, scheme, seed, extreme):

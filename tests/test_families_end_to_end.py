@@ -7,7 +7,7 @@ from functools import cache
 import pytest
 import torch
 from compressed_tensors.compressors.pack_quantized.helpers import unpack_from_int32
-from kit import LENGTH, NAMES, Shelf, edit, fuse_experts, ids_file, make, quantize, read, run
+from kit import LENGTH, NAMES, edit, fuse_experts, ids_file, make, quantize, read, run
 
 import suture
 from suture.calibrate.replay import Stream, run_block, staged_block
@@ -27,11 +27,6 @@ from suture.quant.settings import GPTQSettings
 BITS, GROUP = 4, 8  # 8 divides every layer of the kit
 SAMPLES = 8
 TOKENS = SAMPLES * LENGTH
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return Shelf(tmp_path_factory.mktemp("kit"))
 
 
 @pytest.fixture(scope="module")

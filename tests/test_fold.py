@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 import torch
-from kit import NAMES, Shelf, some_ids
+from kit import NAMES, some_ids
 
 from suture.calibrate.replay import Stream, run_block
 from suture.calibrate.skeleton import open_skeleton
@@ -36,11 +36,6 @@ PLACES = {  # producers of block 1
     ],
 }
 PLACES |= dict.fromkeys(("P3-partial", "P3-longrope"), PLACES["P3"])
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return Shelf(tmp_path_factory.mktemp("kit"))
 
 
 def places(skeleton, index):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kit import LENGTH, Shelf, ids_file, make, read, run, some_ids
+from kit import LENGTH, ids_file, make, read, run, some_ids
 from test_export_formats import drawn
 from transformers import AutoModelForCausalLM
 
@@ -22,11 +22,6 @@ from suture.quant.gguf_model import permute_rows, read_vocabulary
 from suture.quant.scheme import Quantized, Scheme
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128}
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return Shelf(tmp_path_factory.mktemp("kit"))
 
 
 def of_32(name, directory):

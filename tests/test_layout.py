@@ -5,7 +5,7 @@ import re
 
 import pytest
 import torch
-from kit import MODELS, NAMES, Shelf, edit, fuse_experts, make, read, some_ids, stock
+from kit import MODELS, NAMES, edit, fuse_experts, make, read, some_ids, stock
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
@@ -15,11 +15,6 @@ from suture.checkpoint.errors import SutureError
 from suture.checkpoint.families import FAMILIES, WRAPPERS, family_of, stale_buffer
 from suture.checkpoint.layout import text_config
 from suture.checkpoint.reader import open_checkpoint
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return Shelf(tmp_path_factory.mktemp("kit"))
 
 
 def skeleton_of(directory):

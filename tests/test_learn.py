@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from kit import LENGTH, Shelf, ids_file, quantize, read, run
+from kit import LENGTH, ids_file, quantize, read, run
 
 from suture.calibrate.replay import Stream, run_block
 from suture.calibrate.skeleton import open_skeleton
@@ -18,11 +18,6 @@ from suture.quant.learn import LearnOptions, Start, learn, relative_error
 from suture.quant.scheme import Scheme
 
 GROUP = 8
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return Shelf(tmp_path_factory.mktemp("kit"))
 
 
 @pytest.fixture(scope="module")

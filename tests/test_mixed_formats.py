@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from kit import Shelf, ids_file, make, quantize, read
+from kit import ids_file, make, quantize, read
 
 from suture.calibrate.skeleton import open_skeleton
 from suture.checkpoint.errors import SutureError
@@ -19,11 +19,6 @@ RULES = [
     {"match": "down_proj", "bits": 5},
     {"match": "re:.*[qk]_proj", "bits": 3, "group_size": -1},
 ]
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return Shelf(tmp_path_factory.mktemp("kit"))
 
 
 def expected_scheme(name):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from kit import LENGTH, NAMES, VOCABULARY, Shelf, edit, make, read, some_ids, stock
+from kit import LENGTH, NAMES, VOCABULARY, edit, make, read, some_ids, stock
 
 from suture.calibrate.replay import Stream, run_block, staged_block
 from suture.calibrate.skeleton import open_skeleton
@@ -14,11 +14,6 @@ from suture.checkpoint.reader import open_checkpoint
 
 TOLERANCE = 1e-5  # of the largest logit
 STAGED = ("L1", "G3", "GP", "P3", "QM", "DS-q-lora")
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return Shelf(tmp_path_factory.mktemp("kit"))
 
 
 def skeleton_of(directory):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from kit import MODELS, WRAPPERS, Shelf, edit, fuse_experts, make, quantize, read, run, some_ids, stock
+from kit import MODELS, WRAPPERS, edit, fuse_experts, make, quantize, read, run, some_ids, stock
 
 from suture.checkpoint.errors import SutureError
 from suture.surgery.rotate import hadamard, rotation
@@ -19,11 +19,6 @@ REFUSED = {
     "W-mistral3": "vision model",
 }
 ACCEPTED = [name for name in MODELS if name not in REFUSED]
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return Shelf(tmp_path_factory.mktemp("kit"))
 
 
 def rotated(model, output, **settings):

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from kit import LENGTH, Shelf, edit, fuse_experts, ids_file, make, quantize, read, some_ids, stock
+from kit import LENGTH, edit, fuse_experts, ids_file, make, quantize, read, some_ids, stock
 
 from suture.calibrate.activations import static_scale, through_integers
 from suture.calibrate.replay import Stream, run_block
@@ -18,11 +18,6 @@ from suture.quant.smoothquant import ALPHAS
 
 AWQ = {"bits": 4, "group_size": 8, "grid": 2}
 EXPERTS = {"MX": 4, "QM": 8}
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return Shelf(tmp_path_factory.mktemp("kit"))
 
 
 @pytest.fixture(scope="module")

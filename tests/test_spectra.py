@@ -2,15 +2,10 @@
 
 import pytest
 import torch
-from kit import Shelf, edit, ids_file, make, read, run
+from kit import edit, ids_file, make, read, run
 
 from suture.checkpoint.errors import SutureError
 from suture.surgery.spectra import break_even, described, energies
-
-
-@pytest.fixture(scope="module")
-def shelf(tmp_path_factory):
-    return Shelf(tmp_path_factory.mktemp("models"))
 
 
 @pytest.mark.parametrize("shape", [(6, 20), (20, 6)])
