@@ -140,6 +140,7 @@ def compare(
         warnings=[note for evaluation in evaluations for note in _same_text(calibration, evaluation)],
         calibration=calibration,
         modules=record.get("modules", {}),
+        receipts=record.get("receipts", []),
         steps=[("compare", {"candidate": checkpoints["candidate"].source})],
         parameters=sum(math.prod(shape) for shape in skeletons["base"].source.shapes.values()),
     )

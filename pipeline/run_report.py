@@ -93,6 +93,7 @@ def report_of(
         warnings=plan.warnings,
         calibration=plan.calibration.describe() if plan.calibration else None,
         modules={name: record for result in results for name, record in result.modules.items()},
+        receipts=[result.receipt for result in results],
         steps=[(step.name, step.settings.model_dump()) for step in plan.steps],
         parameters=sum(math.prod(shape) for shape in plan.skeleton.source.shapes.values()),
         kv_cache=plain_sizes(cache),

@@ -15,6 +15,7 @@ from .figures import bytes_text, number_text
 
 WIDTH = 400
 _LEFT, _RIGHT = 8, 392
+_DECADES = 6  # of a logarithmic axis; what is smaller lies on its lower edge
 
 
 @dataclass(frozen=True)
@@ -27,6 +28,14 @@ class Estimate:
     high: float | None
     text: str
     group: int = 0  # which colour
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A labelled line over evenly spaced places, first to last."""
+
+    label: str
+    values: Sequence[float]
 
 
 def svg(title: str, description: str, height: float, parts: Sequence[str]) -> str:
@@ -178,8 +187,8 @@ def pareto_front(points: Sequence[tuple[float, float]]) -> list[int]:
     ]
 
 
-def heatmap(title: str, cells: Mapping[tuple[str, int], float]) -> str:
-    """Relative errors by (row label, block) on a logarithmic scale of shade."""
+def heatmap(title: str, cells: Mapping[tuple[str, int], float], across: str = "block") -> str:
+    """Values by (row label, block or what else is `across`) on a logarithmic scale of shade."""
     rows = sorted({row for row, _ in cells}, key=lambda row: min(i for i, key in enumerate(cells) if key[0] == row))
     blocks = sorted({block for _, block in cells})
     positive = [value for value in cells.values() if 0 < value < math.inf]
@@ -196,14 +205,14 @@ def heatmap(title: str, cells: Mapping[tuple[str, int], float]) -> str:
             shade = 1.0 if not math.isfinite(value) else 0.08 + 0.92 * _share(value, low, high)
             parts.append(
                 f'<rect class="heat" fill-opacity="{shade:.2f}" x="{left + c * width:.2f}" y="{top + step * r}" '
-                f'width="{max(0.5, width - 0.6):.2f}" height="{step - 1.5}"><title>block {block}, {escape(row)}: '
+                f'width="{max(0.5, width - 0.6):.2f}" height="{step - 1.5}"><title>{across} {block}, {escape(row)}: '
                 f"{value:.4g}</title></rect>"
             )
     bottom = top + step * len(rows)
     every = max(1, math.ceil(len(blocks) / 8))
     for c in range(0, len(blocks), every):
         parts.append(_text(left + (c + 0.5) * width, bottom + 14, str(blocks[c]), "middle soft"))
-    parts.append(_text(left - 6, bottom + 14, "block", "end soft"))
+    parts.append(_text(left - 6, bottom + 14, across, "end soft"))
     legend = bottom + 24
     for i in range(20):
         parts.append(
@@ -214,6 +223,44 @@ def heatmap(title: str, cells: Mapping[tuple[str, int], float]) -> str:
     parts.append(_text(left + 84, legend + 9, number_text(ends[0]), "end soft"))
     parts.append(_text(left + 196, legend + 9, number_text(ends[1]), "soft"))
     return svg(title, f"from {number_text(ends[0])} to {number_text(ends[1])}", legend + 16, parts)
+
+
+def curves(title: str, lines: Sequence[Curve], across: str, up: str) -> str:
+    """Positive values on a logarithmic axis; colours and dashes tell the lines apart, the key stands above them."""
+    logs = [math.log10(v) for line in lines for v in line.values if v > 0]
+    if not logs:
+        return svg(title, "no positive value", 30, [_text(8, 18, "no positive value", width=60)])
+    low, high = max(math.floor(min(logs)), math.ceil(max(logs)) - _DECADES), math.ceil(max(logs))
+    left, columns = 44, 4
+    rows = math.ceil(len(lines) / columns)
+    top = 18 * rows + 8
+    bottom = top + 150
+    scale, rise = _Scale(0, 1, left, _RIGHT), _Scale(low, high if high > low else low + 1, bottom, top)
+    parts = []
+    for i, line in enumerate(lines):
+        x, y = _LEFT + (i % columns) * 96, 18 * (i // columns) + 12
+        parts.append(
+            f'<line class="line line-{i % 6} dash-{i // 6}" x1="{x}" x2="{x + 20}" y1="{y - 4}" y2="{y - 4}"/>'
+        )
+        parts.append(_text(x + 25, y, line.label, width=11))
+    for tick in range(math.ceil(low), math.floor(high) + 1):
+        parts.append(f'<line class="grid" x1="{left}" x2="{_RIGHT}" y1="{rise(tick):.1f}" y2="{rise(tick):.1f}"/>')
+        parts.append(_text(left - 4, rise(tick) + 4, f"1e{tick}", "end soft"))
+    for i, line in enumerate(lines):
+        last = len(line.values) - 1
+        points = [
+            f"{scale(k / last if last else 0):.1f},{rise(max(low, math.log10(v) if v > 0 else low)):.1f}"
+            for k, v in enumerate(line.values)
+        ]
+        parts.append(
+            f'<polyline class="line line-{i % 6} dash-{i // 6}" points="{" ".join(points)}">'
+            f"<title>{escape(line.label)}: from {number_text(line.values[0])} to {number_text(line.values[-1])}</title>"
+            "</polyline>"
+        )
+    parts.append(f'<line class="axis" x1="{left}" x2="{_RIGHT}" y1="{bottom}" y2="{bottom}"/>')
+    parts.append(_text((left + _RIGHT) / 2, bottom + 18, across, "middle soft"))
+    described = "; ".join(f"{line.label}: {number_text(line.values[-1])} at the end" for line in lines)
+    return svg(title, f"{up}, against {across}. {described}", bottom + 26, parts)
 
 
 @dataclass(frozen=True)

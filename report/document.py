@@ -25,12 +25,13 @@ from ..checkpoint.staging import write_whole
 from .clusters import ClusterMean, Paired, Perplexity, paired
 from .fidelity import summarize
 from .figures import figure_text
+from .layers import layer_lines, layers_section
 from .page import metric, render
 from .pairs import holm
 from .power import detectable_ratio, tokens_needed
 from .windows import Windows
 
-SCHEMA_VERSION = "1.1"
+SCHEMA_VERSION = "1.2"
 REPORT_FILES = ("report.json", "report.md", "report.html", "report-tokens.npy")
 METHOD = "delete-one-cluster jackknife on the log scale, t with G-1 degrees of freedom"
 METHOD_PER_BYTE = "delete-one-cluster jackknife of bits over bytes, t with G-1 degrees of freedom"
@@ -85,6 +86,7 @@ def make_report(
     calibration: Mapping[str, Any] | None,
     modules: Mapping[str, Mapping[str, Any]],
     steps: Sequence[tuple[str, Mapping[str, Any]]],
+    receipts: Sequence[Mapping[str, Any]] = (),
     parameters: int | None = None,
     margin: float = 0.02,
     name: str | None = None,
@@ -95,7 +97,8 @@ def make_report(
     """`sets`: at least one, the main one first. `margin`: perplexity ratio less 1 that counts as equivalent.
 
     `name`: the candidate's; default where it is. `parameters`: the base's; to be given when its tensors are packed, else
-    counted. `kv_cache`: what one token takes in the live cache, `before` and `after`, when a step changed it.
+    counted. `modules`, `receipts`: what the steps recorded of layers and of themselves. `kv_cache`: what one token takes
+    in the live cache, `before` and `after`, when a step changed it.
     """
     pairs = [_pair(scored, level) for scored in sets]
     several = len(sets) > 1
@@ -120,7 +123,7 @@ def make_report(
         "tasks": list(tasks),
         "cost": None if cost is None else dict(cost),
         "sizes": _sizes(base, candidate, modules, parameters),
-        "layers": _layers(modules),
+        "layers": layers_section(modules, receipts),
         "kv_cache": None if kv_cache is None else {when: dict(size) for when, size in kv_cache.items()},
         "warnings": list(dict.fromkeys([*(warning for row in rows for warning in row.pop("warnings")), *warnings])),
     }
@@ -326,40 +329,6 @@ def _sizes(
     }
 
 
-def _layers(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """How many layers each method took, which fell back, and the worst output errors."""
-    methods: dict[str, int] = {}
-    for record in modules.values():
-        method = record.get("method", "changed")
-        methods[method] = methods.get(method, 0) + 1
-    found = {name: record.get("output_error") for name, record in modules.items()}
-    errors = {name: error for name, error in found.items() if error is not None}
-    worst = sorted(errors, key=lambda name: -errors[name])[:10]
-    return {
-        "by_method": methods,
-        "fallbacks": {name: record["fallback"] for name, record in modules.items() if record.get("fallback")},
-        "worst_output_errors": {name: errors[name] for name in worst},
-        "output_errors": {name: errors[name] for name in sorted(errors)},
-        "retained_energy": _energies(modules),
-    } | _input_ranges(modules)
-
-
-def _input_ranges(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-    """What each layer's inputs reached on the calibration text, where a step measured it."""
-    ranges = {name: record["inputs"] for name, record in modules.items() if record.get("inputs")}
-    return {"input_ranges": ranges} if ranges else {}
-
-
-def _energies(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, float]]:
-    """Kind of energy (key_energy, value_energy, ...) -> layer -> the share of it that a step kept."""
-    kinds: dict[str, dict[str, float]] = {}
-    for name, record in modules.items():
-        for key, value in record.items():
-            if key.endswith("_energy") and isinstance(value, int | float):
-                kinds.setdefault(key, {})[name] = float(value)
-    return {key: kinds[key] for key in sorted(kinds)}
-
-
 def markdown(content: Mapping[str, Any]) -> str:
     """The page. Every figure in it is one of report.json's."""
     protocol, sizes = content["protocol"], content["sizes"]
@@ -404,7 +373,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         lines += [f"- {key}: `{value}`" for key, value in content["calibration"].items()]
     lines += ["", "## Steps", ""]
     lines += [f"- `{step['step']}`: `{step['settings']}`" for step in content["steps"]]
-    lines += _layer_lines(content["layers"])
+    lines += layer_lines(content["layers"])
     if content["warnings"]:
         lines += ["", "## Warnings", "", *(f"- {warning}" for warning in content["warnings"])]
     return "\n".join(lines) + "\n"
@@ -434,28 +403,6 @@ def _set_lines(sets: Sequence[Mapping[str, Any]]) -> list[str]:
             f"{protocol['window']}, {protocol['n_scored']} tokens |"
         )
     return lines
-
-
-def _layer_lines(layers: Mapping[str, Any]) -> list[str]:
-    if not layers["by_method"]:
-        return []
-    lines = ["", "## Layers", ""]
-    lines += [f"- {count} by {method}" for method, count in layers["by_method"].items()]
-    lines += [f"- **fallback** {name}: {reason}" for name, reason in layers["fallbacks"].items()]
-    if layers["worst_output_errors"]:
-        lines += ["", "| largest relative output errors on the calibration tokens | |", "|---|---|"]
-        lines += [f"| {name} | {error:.4f} |" for name, error in layers["worst_output_errors"].items()]
-    ranges = layers.get("input_ranges", {})
-    if ranges:
-        widest = sorted(ranges, key=lambda name: -ranges[name]["peak_ratio"])[:10]
-        lines += ["", "| widest inputs | largest, and over the median channel's | after scaling |", "|---|---|---|"]
-        lines += [_range_line(name, ranges[name]) for name in widest]
-    return lines
-
-
-def _range_line(name: str, found: Mapping[str, float]) -> str:
-    before = f"{found['max']:.4g}, {found['peak_ratio']:.4g} ×"
-    return f"| {name} | {before} | {found['max_scaled']:.4g}, {found['peak_ratio_scaled']:.4g} × |"
 
 
 def _shown(row: Mapping[str, Any], digits: int = 4) -> str:

@@ -5,14 +5,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib import resources
 from typing import Any
 
-from .charts import Estimate, bars, forest, heatmap, histogram, pareto
+from .charts import Estimate, bars, forest, histogram, pareto
 from .figures import bytes_text, figure_text, finite, interval_text, number_text
+from .layers import layers_view
 
 Content = Mapping[str, Any]
 
@@ -97,7 +97,7 @@ def _candidate(content: Content, name: str, latency: Content | None, number: int
         "sizes": _sizes(content, number),
         "cost": _cost(content.get("cost")),
         "latency": None if latency is None else _latency(latency, number),
-        "layers": _layers(content["layers"]),
+        "layers": layers_view(content["layers"]),
         "calibration": content["calibration"],
         "warnings": content["warnings"],
         "method": ratio["method"],
@@ -329,36 +329,6 @@ def _latency(latency: Content, number: int) -> dict[str, Any]:
         "what": f"{latency['what']}; {latency['device']}, {latency['threads']} threads. {latency['note']}.",
         "method": latency["measurements"][0]["method"],
     }
-
-
-def _layers(layers: Content) -> dict[str, Any]:
-    errors: dict[tuple[str, int], float] = {}
-    for name, error in layers["output_errors"].items():
-        place, value = _place(name), finite(error)
-        if place is not None and value is not None:
-            # the experts of a block share a row; the worst of them is shown
-            errors[place] = max(value, errors.get(place, 0.0))
-    lost: dict[tuple[str, int], float] = {}
-    for kind, by_layer in layers["retained_energy"].items():
-        for name, share in by_layer.items():
-            place = _place(name)
-            if place is not None:
-                lost[kind.removesuffix("_energy"), place[1]] = max(0.0, 1 - share)
-    return {
-        "by_method": layers["by_method"],
-        "fallbacks": layers["fallbacks"],
-        "worst": [(name, number_text(error)) for name, error in layers["worst_output_errors"].items()],
-        "heatmap": heatmap("Relative output error by layer", errors) if errors else None,
-        "lost": heatmap("Share of energy lost by layer", lost) if lost else None,
-    }
-
-
-def _place(name: str) -> tuple[str, int] | None:
-    """(`gate`, 3) of `model.layers.3.mlp.gate_proj`; experts are one row."""
-    found = re.search(r"\.(\d+)(?:\.|$)(?:self_attn\.|attn\.|attention\.|mlp\.|block_sparse_moe\.)?(.*)$", name)
-    if found is None:
-        return None
-    return re.sub(r"experts\.\d+\.", "experts.", found[2]).removesuffix("_proj") or "block", int(found[1])
 
 
 def _overview(contents: Sequence[Content], names: Sequence[str]) -> dict[str, Any]:

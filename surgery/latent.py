@@ -30,6 +30,7 @@ class Latent:
     decoder: Tensor
     key_energy: float  # share of the keys' energy in the metric that the latent keeps
     value_energy: float
+    energies: Tensor  # of all directions, largest first, in the metric; the first r are kept
 
 
 def two_sided_metric(y: Tensor, c: Tensor, queries: Tensor, outputs: Tensor, value_weight: float) -> Tensor:
@@ -57,18 +58,19 @@ def joint_latent(y: Tensor, c: Tensor, metric: Tensor, rank: int) -> Latent:
     weighted = (half @ y).flatten(0, 2)  # P^½ Y
     rows, inputs = weighted.shape
     if rows <= inputs:
-        vectors = torch.linalg.eigh(weighted @ c @ weighted.T)[1].flip(1)[:, :rank]
+        energies, directions = torch.linalg.eigh(weighted @ c @ weighted.T)
+        vectors = directions.flip(1)[:, :rank]
     else:  # the same vectors from the smaller problem: P^½ Y C^½ = E S Fᵀ
         root = _roots(c[None])[0][0]
         product = weighted @ root
-        right = torch.linalg.eigh(product.T @ product)[1].flip(1)[:, :rank]
-        vectors = torch.linalg.qr(product @ right)[0]
+        energies, directions = torch.linalg.eigh(product.T @ product)
+        vectors = torch.linalg.qr(product @ directions.flip(1)[:, :rank])[0]
     encoder = vectors.T @ weighted
     per_head = vectors.reshape(*y.shape[:3], -1)
     size = float(((encoder @ c) * encoder).sum() / rank) ** 0.5 or 1.0  # latent numbers of about 1
     decoder = inverse @ per_head * size
     kept = [_kept(half[side], y[side], c, decoder[side] @ (encoder / size)) for side in (0, 1)]
-    return Latent(encoder / size, decoder, kept[0], kept[1])
+    return Latent(encoder / size, decoder, kept[0], kept[1], energies.clamp_min(0).flip(0))
 
 
 def _kept(half: Tensor, y: Tensor, c: Tensor, approximation: Tensor) -> float:

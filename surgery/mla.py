@@ -12,7 +12,7 @@ there is one KV head, rope_dim = head_dim and rank = head_dim.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -21,6 +21,7 @@ from torch import Tensor
 from ..checkpoint.errors import SutureError
 from .latent import damped, joint_latent, scaled_metric, two_sided_metric
 from .partial_rope import Fold, Mixture, plan_folds, share_rotary
+from .spectra import described
 
 Method = Literal["complex", "transmla", "mha2mla"]
 Metric = Literal["two-sided", "balanced", "plain"]
@@ -100,7 +101,7 @@ class MLAWeights:
     key_up: Tensor  # [n, d, r]
     value_up: Tensor  # [n, d, r]
     output_bias: Tensor  # [D]: W_o b_v
-    record: dict[str, float]
+    record: dict[str, Any]
 
 
 def folds_of(settings: MLASettings, sizes: Heads) -> tuple[Fold, ...]:
@@ -177,8 +178,16 @@ def convert_attention(
             "rotary_energy": rotary.energy,
             "key_energy": latent.key_energy,
             "value_energy": latent.value_energy,
+            "latent_spectrum": _spectrum(latent.energies, settings.rank),
         },
     )
+
+
+def _spectrum(energies: Tensor, rank: int) -> dict[str, Any]:
+    """Energies of all directions that the latent could hold, in a few numbers, and the rank that was kept."""
+    kept = ("rank_for", "effective_rank", "singular_values")
+    found = described(energies, (len(energies), len(energies)), None)
+    return {"full_rank": len(energies), "kept_rank": rank, **{key: found[key] for key in kept}}
 
 
 def _metric(

@@ -16,6 +16,7 @@ from torch import Tensor
 
 _FRACTIONS = (16, 8, 4, 2)
 _SHARES = (0.9, 0.95, 0.99, 0.999)
+_PROFILE = 17  # singular values that stand for a spectrum, at evenly spaced ranks
 
 
 class SpectraSettings(BaseModel):
@@ -47,7 +48,8 @@ def energies(weight: Tensor, moment: Tensor | None) -> Tensor:
 
 
 def described(spectrum: Tensor, shape: tuple[int, int], ranks: list[int] | None) -> dict[str, Any]:
-    """The spectrum in a few numbers. `ranks_for`: smallest rank that retains the share of energy."""
+    """The spectrum in a few numbers. `rank_for`: smallest rank that retains the share of energy; `singular_values`: 17 of
+    them at evenly spaced ranks, first and last included."""
     total = spectrum.sum()
     full = min(shape)
     kept = spectrum.cumsum(0) / total if bool(total > 0) else torch.ones_like(spectrum)
@@ -60,7 +62,14 @@ def described(spectrum: Tensor, shape: tuple[int, int], ranks: list[int] | None)
         "effective_rank": _short(float(entropy.exp())),
         "stable_rank": _short(float(total / spectrum[0])) if bool(total > 0) else 0.0,
         "largest": _short(float(spectrum[0].sqrt())),
+        "singular_values": profile(spectrum),
     }
+
+
+def profile(spectrum: Tensor) -> list[float]:
+    """Singular values at 17 evenly spaced ranks, first and last included, of energies in falling order."""
+    places = torch.linspace(0, spectrum.numel() - 1, _PROFILE, dtype=torch.float64).round().long()
+    return [_short(float(x)) for x in spectrum[places].clamp_min(0).sqrt()]
 
 
 def break_even(shape: tuple[int, int]) -> int:

@@ -4,7 +4,9 @@ import html.parser
 import json
 import re
 import typing
+from pathlib import Path
 
+import jsonschema
 import kit
 import numpy as np
 import pytest
@@ -232,3 +234,74 @@ def test_the_front_holds_what_nothing_beats():
 )
 def test_decimals_follow_the_interval(value, ci, text):
     assert interval_text(value, ci) == text
+
+
+@pytest.fixture(scope="module")
+def hurt(tmp_path_factory):
+    """Runs whose steps record something of layers: spectra and experts; ranges; a latent."""
+    home = tmp_path_factory.mktemp("hurt")
+    ids, other = kit.ids_file(home / "ids.jsonl", rows=9), kit.ids_file(home / "other.jsonl", rows=6, seed=5)
+
+    def run(name, kind, *steps):
+        content = {
+            "model": str(kit.make(kind, home / f"{name}-base")),
+            "output": str(home / name),
+            "steps": list(steps),
+        }
+        content["report"] = {"data": str(ids), "window": 24, "fidelity": False}
+        return kit.run(content | {"calibration": {"data": str(other), "samples": 8, "length": kit.LENGTH}})
+
+    gptq = {"gptq": {"bits": 4, "group_size": 16}}
+    return {
+        "experts": run("experts", "MX", {"spectra": {}}, gptq),
+        "ranges": run("ranges", "L1", {"awq": {"bits": 4, "group_size": 32, "grid": 3}}),
+        "latent": run("latent", "L0", {"mla": {"rank": 32, "rope_dim": 8}}),
+    }
+
+
+def test_where_it_hurts_is_what_the_steps_recorded(hurt):
+    """Errors, spectra, coverage by expert, ranges and the latent: from the manifest into report.json and onto the page."""
+    schema = json.loads((Path(suture.__file__).parent / "report/schema.json").read_text())
+    pages = {}
+    for name, run in hurt.items():
+        content = json.loads((run.output / "report.json").read_text())
+        jsonschema.Draft202012Validator(schema).validate(content)
+        pages[name] = content["layers"], checked((run.output / "report.html").read_text())
+        modules = json.loads((run.output / "suture.json").read_text())["modules"]
+        for layer, found in content["layers"]["coverage"].items():
+            assert found["tokens"] == modules[layer]["tokens"] and found["inputs"] == modules[layer]["shape"][1]
+    layers, page = pages["experts"]
+    manifest = json.loads((hurt["experts"].output / "suture.json").read_text())
+    (spectra,) = [receipt["spectra"] for receipt in manifest["receipts"] if "spectra" in receipt]
+    assert set(layers["spectra"]) == set(spectra)
+    name = "model.layers.1.self_attn.k_proj"
+    found, recorded = layers["spectra"][name], spectra[name]["outputs"]
+    assert (found["of"], found["rank_for"], found["full_rank"]) == ("outputs", recorded["rank_for"], 24)
+    assert len(found["singular_values"]) == 17 and found["singular_values"][0] == recorded["largest"]
+    assert found["singular_values"] == sorted(found["singular_values"], reverse=True)
+    tokens = {n: e["tokens"] for n, e in layers["coverage"].items() if "experts" in n}
+    assert len(set(tokens.values())) > 1 and "Calibration coverage" in page
+    a = tokens["model.layers.0.block_sparse_moe.experts.1.w1"]
+    assert f"expert 1, block 0: {a}" in page and "Relative output error" in page and "Singular values" in page
+    layers, page = pages["ranges"]
+    widest = max(layers["input_ranges"], key=lambda n: layers["input_ranges"][n]["peak_ratio"])
+    assert layers["input_ranges"] and "Activation ranges" in page and widest in page
+    layers, page = pages["latent"]
+    assert layers["spectra"]["model.layers.0.self_attn.latent"]["kept_rank"] == 32
+    assert "latent, 32 kept" in page and set(layers["retained_energy"]) >= {"key_energy", "value_energy"}
+
+
+def test_a_latent_s_spectrum_holds_the_energy_that_it_keeps():
+    """Without text and with equal weights the energies are those of the joint matrix: their top r are what is kept."""
+    import torch
+
+    from suture.surgery.latent import joint_latent, scaled_metric
+
+    y = torch.randn(2, 3, 4, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    for width, rank in ((20, 7), (6, 4)):
+        part = y[..., :width]
+        found = joint_latent(part, torch.eye(width, dtype=torch.float64), scaled_metric(part, 1.0), rank)
+        expected = torch.linalg.svdvals(part.flatten(0, 2)).square()
+        torch.testing.assert_close(found.energies[: len(expected)], expected)
+        parts = [part[side].square().sum() * kept for side, kept in ((0, found.key_energy), (1, found.value_energy))]
+        torch.testing.assert_close(sum(parts), expected[:rank].sum())
