@@ -25,8 +25,9 @@ from ..checkpoint.source import TensorSource
 from ..checkpoint.writer import TensorSpec
 from ..quant.scheme import STORAGE
 from ..surgery.ridge import RefitSettings, Ridge
+from .frame import frame_factor
 from .step import Prepared, StepResult, StepRun
-from .walk import convert_blocks
+from .walk import convert_blocks, copy_blocks
 
 Toward = Literal["attention", "stream"]
 
@@ -50,8 +51,10 @@ def refit_block(
     toward: Toward,
     ridge: float,
     paused: bool,
+    factor: float = 1.0,
 ) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Fit `linears` of the loaded block, in forward order: W_o `toward` its target, down_proj to the block's output.
+    `factor`: how many times larger the changed model's residual stream is.
 
     Each is fitted when those before it are, and rounded to its stored dtype at once. Takes both streams through the
     block. Returns the new weights by disk name and, for each layer, the share of the target's energy that was missing on
@@ -69,10 +72,11 @@ def refit_block(
         old = teacher.hidden[batch].to(after.device, copy=True)  # the next line writes there
         put_out = _advance(before, index, teacher, batch) if stage == 0 else None
         if linears[stage].role == DOWN:
-            wanted = teacher.hidden[batch].to(after.device) - middle.pop("stream")
+            wanted = factor * teacher.hidden[batch].to(after.device) - middle.pop("stream")
         else:
             assert put_out is not None
-            wanted = put_out if toward == "attention" else old + put_out - student.hidden[batch].to(after.device)
+            stream = student.hidden[batch].to(after.device)
+            wanted = factor * put_out if toward == "attention" else factor * (old + put_out) - stream
         missing = wanted - module.forward(inputs)  # not module(): the hook that stops the block's forward would stop it
         sums[stage].add(inputs.flatten(0, -2), missing.flatten(0, -2), wanted)
 
@@ -176,7 +180,9 @@ def rehearsal(plan: RefitPlan, settings: RefitSettings) -> tuple[str, RefitSetti
 
 def run(work: StepRun, plan: RefitPlan, settings: RefitSettings) -> StepResult:
     """Fit each block to the recipe's model, whose residual stream it is to restore."""
-    _same_frame(work, plan)
+    factor = frame_factor("refit", work.original, work.checkpoint, work.probe)
+    if work.text is None:
+        return copy_blocks(work, plan, plan.layout)
 
     def convert(skeleton: Skeleton, index: int, stream: Stream | None) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
         return {}, {}
@@ -185,7 +191,9 @@ def run(work: StepRun, plan: RefitPlan, settings: RefitSettings) -> StepResult:
         before: Skeleton, after: Skeleton, index: int, teacher: Stream, student: Stream
     ) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
         linears = [x for group in after.layout.blocks[index] for x in group if x.name in plan.chosen]
-        return refit_block(before, after, index, teacher, student, linears, "stream", settings.ridge, work.paused)
+        return refit_block(
+            before, after, index, teacher, student, linears, "stream", settings.ridge, work.paused, factor
+        )
 
     result = convert_blocks(
         work,
@@ -194,25 +202,12 @@ def run(work: StepRun, plan: RefitPlan, settings: RefitSettings) -> StepResult:
         convert,
         calibrated=False,
         measured=True,
-        refine=refine if work.text is not None else None,
+        refine=refine,
         teacher=work.original,
     )
     notes = result.modules.values()
     share = {key: round(sum(note[key] for note in notes) / max(len(notes), 1), 6) for key in _SHARES}
     return replace(result, receipt={"compared_with": "the original", **share, **result.receipt})
-
-
-def _same_frame(work: StepRun, plan: RefitPlan) -> None:
-    """Refuse a model whose blocks or tokens are no longer those of the original."""
-    original = open_skeleton(work.original).layout
-    counts = (len(original.blocks), *work.original.shapes[original.embedding])
-    found = (plan.n_blocks, *work.checkpoint.shapes[plan.layout.embedding])
-    if counts != found:
-        raise SutureError(
-            f"refit: the original has {counts[0]} blocks and an embedding of {list(counts[1:])}, the model by now "
-            f"{found[0]} and {list(found[1:])}: their residual streams cannot be compared",
-            "put refit before the step that changes them",
-        )
 
 
 _SHARES = ("missing_before", "missing_after")  # of the targets' energy, mean over the layers

@@ -133,6 +133,16 @@ def convert_blocks(
     return StepResult(modules, streams.expected(plan.n_blocks), receipt)
 
 
+def copy_blocks(work: StepRun, plan: Prepared, layout: ModelLayout) -> StepResult:
+    """The input as it is: what a step does in the preflight that only text could tell how to change tensors."""
+
+    def convert(skeleton: Skeleton, index: int, stream: Stream | None) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
+        names = {place.tensor for place in layout.block_tensors(index).values()}
+        return {name: work.checkpoint.read(name) for name in names if plan.accounts[name].action == "changed"}, {}
+
+    return convert_blocks(work, plan, layout, convert, calibrated=False)
+
+
 @dataclass(frozen=True)
 class Made:
     """What became of one layer."""
