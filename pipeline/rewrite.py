@@ -106,7 +106,7 @@ def run_fold_norms(work: StepRun, plan: RewritePlan, settings: FoldNormsSettings
         changed, records = {}, {}
         for norm, readers in folding.block_readers(family, parameters, skeleton.layout.block_prefix(index)).items():
             made, kept = folding.fold(family.norm_kind, norm, readers, parameters, family.conv1d)
-            changed |= made
+            changed |= _as_planned(norm, readers, parameters, made)
             records[norm] = {"method": "kept" if kept else "folded", "readers": len(readers), "fallback": kept or None}
         return skeleton.on_disk(index, changed), records
 
@@ -122,8 +122,15 @@ def _folded_head(work: StepRun, layout: ModelLayout) -> tuple[dict[str, Tensor],
     parameters = skeleton.head_parameters()
     changed, kept = folding.fold(layout.family.norm_kind, norm, readers, parameters)
     record = {"method": "kept" if kept else "folded", "readers": len(readers), "fallback": kept or None}
-    names = folding.changed_names(norm, readers, parameters)  # planned as changed: written even when they stay
-    return {layout.places[name].tensor: changed.get(name, parameters[name]) for name in names}, {norm: record}
+    written = _as_planned(norm, readers, parameters, changed)
+    return {layout.places[name].tensor: value for name, value in written.items()}, {norm: record}
+
+
+def _as_planned(
+    norm: str, readers: list[str], parameters: Mapping[str, Tensor], made: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """What was planned as changed is written even when it stays."""
+    return {name: made.get(name, parameters[name]) for name in folding.changed_names(norm, readers, parameters)}
 
 
 # -- permute -----------------------------------------------------------------------------------------------------------

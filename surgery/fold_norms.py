@@ -78,10 +78,11 @@ def fold(
 
 
 def changed_names(norm: str, readers: Iterable[str], names: Iterable[str]) -> list[str]:
-    """Names of the parameters that `fold` may change."""
-    readers = list(readers)
-    candidates = [f"{norm}.weight", f"{norm}.bias", *readers, *map(_bias_name, readers)]
-    known = set(names)
+    """Names of the parameters that `fold` may change; readers' biases only where the norm has one to put there."""
+    readers, known = list(readers), set(names)
+    candidates = [f"{norm}.weight", f"{norm}.bias", *readers]
+    if f"{norm}.bias" in known:
+        candidates += map(_bias_name, readers)
     return [name for name in candidates if name in known]
 
 
