@@ -268,7 +268,7 @@ def cut(tensor: Tensor, place: Place) -> Tensor:
 
 def finite(tensor: Tensor, name: str, source: str) -> Tensor:
     """The tensor, or SutureError when it holds NaN or inf."""
-    if tensor.is_floating_point():
+    if tensor.is_floating_point() and not _sums_up(tensor):
         bad = int((~torch.isfinite(tensor.float() if tensor.element_size() == 1 else tensor)).sum())
         if bad:
             raise SutureError(
@@ -276,6 +276,11 @@ def finite(tensor: Tensor, name: str, source: str) -> Tensor:
                 "the checkpoint is damaged: download it again, or find the step that wrote it",
             )
     return tensor
+
+
+def _sums_up(tensor: Tensor) -> bool:
+    """Whether sums are finite, as all values then are: much faster than looking at each."""
+    return all(bool(torch.isfinite(part.float().sum())) for part in tensor.reshape(-1).split(1 << 20))
 
 
 def open_skeleton(
