@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from suture.checkpoint.errors import SutureError
-from suture.quant.grid import Search, find_grid
+from suture.quant.grid import Search, candidates, find_grid
 from suture.quant.rtn import round_to_grid, rtn
 from suture.quant.scheme import Quantized, Scheme, split_rows
 
@@ -196,6 +196,26 @@ def test_a_search_never_costs_more_than_the_full_range(scheme, weighted):
     full, found = (rtn(w, scheme, torch.bfloat16, h, search) for search in (None, Search()))
     assert bool((cost(found) <= cost(full) * (1 + 1e-6)).all())
     assert scheme.bits > 4 or float(cost(found).sum()) < float(cost(full).sum())
+
+
+@pytest.mark.parametrize("scheme", [Scheme(4, 32), Scheme(3, 32), Scheme(2, 32, False), Scheme(8, -1)])
+def test_the_search_is_nearly_as_good_as_trying_every_range(scheme):
+    """Every third range and the best one's neighbours, against all of them one by one."""
+    w, h = weights(64, 128, seed=3), torch.rand(128, generator=torch.Generator().manual_seed(4)) ** 2
+    grid = find_grid(w, scheme, torch.float16, h, Search())
+    parts = w.view(64, scheme.groups(128), -1)
+    scales, zeros = candidates(parts, scheme, torch.float16, Search())
+    zeros = torch.full_like(scales, scheme.middle) if zeros is None else zeros
+
+    def cost(scale, zero):
+        codes = (parts / scale + zero).round().clamp(0, scheme.levels)
+        return ((parts - (codes - zero) * scale).square() * h.view(1, parts.shape[1], -1)).sum(2)
+
+    least = torch.stack([cost(s, z) for s, z in zip(scales, zeros, strict=True)]).min(0).values
+    found = cost(grid.scale[..., None], grid.zero[..., None])
+    full = cost(scales[0], zeros[0])
+    assert (found >= least * (1 - 1e-5)).all() and (found <= full * (1 + 1e-5)).all()
+    assert found.sum() <= 1.02 * least.sum() and found.sum() < 0.97 * full.sum()
 
 
 def test_the_search_is_for_the_columns_that_matter():
