@@ -29,6 +29,7 @@ D may be scaled by α: it is an estimate from few tokens. α = 0, or x̃ = x, is
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -252,8 +253,13 @@ def _find_group(w: Tensor, at: int, k: int, grid: Grid, search: _GroupSearch, sc
 def output_error(weight: Tensor, dequantized: Tensor, hessian: Tensor) -> float:
     """Relative error of the layer's outputs on the calibration tokens, sqrt(tr(E H Eᵀ) / tr(W H Wᵀ))."""
     W, E = weight.to(hessian.dtype), (weight.to(hessian.dtype) - dequantized.to(hessian.dtype))
-    cost, size = ((E @ hessian) * E).sum(dtype=torch.float64), ((W @ hessian) * W).sum(dtype=torch.float64)
-    return float((cost.clamp(min=0) / size).sqrt()) if float(size) > 0 else 0.0
+    cost, size = _energy(E, hessian), _energy(W, hessian)
+    return math.sqrt(max(cost, 0.0) / size) if size > 0 else 0.0
+
+
+def _energy(W: Tensor, H: Tensor) -> float:
+    """tr(W H Wᵀ); rows in the dtype of H, their sum in float64."""
+    return float(((W @ H) * W).sum(1).double().sum())
 
 
 def asymmetric_cost(weight: Tensor, dense: Tensor, hessian: Tensor, deviation: Tensor) -> float:
