@@ -1,6 +1,7 @@
 """Load a checkpoint with stock transformers in a process of its own, and write down its logits.
 
-Usage: python -m suture.pipeline.reload MODEL_DIR IDS.pt OUT.pt
+Usage: python -m suture.pipeline.reload, then MODEL_DIR, IDS.pt and OUT.pt on its standard input, a line each. Until they
+come it has imported what it needs and waits; it ends when its input does.
 
 Nothing of suture is used here. The weights load in their stored dtype (packed ones are decompressed by the first
 forward, as for any user), then the model computes in float32, so that only the weights can differ.
@@ -8,6 +9,7 @@ forward, as for any user), then the model computes in float32, so that only the 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from typing import Any
@@ -79,9 +81,22 @@ def _restore_buffers(model: torch.nn.Module, config: Any) -> None:
             owner.__dict__["_buffers"] = {**dict(owner._buffers.items()), leaf: buffer}
 
 
-def main(model_dir: str, ids_file: str, out_file: str) -> None:
-    torch.save(load_and_run(model_dir, torch.load(ids_file, weights_only=True)), out_file)
+def main() -> None:
+    _import_early()
+    asked = sys.stdin.read().splitlines()
+    if asked:
+        model_dir, ids_file, out_file = asked
+        torch.save(load_and_run(model_dir, torch.load(ids_file, weights_only=True)), out_file)
+
+
+def _import_early() -> None:
+    """What nearly every model needs; transformers itself imports a module when it is first asked for."""
+    import transformers.modeling_utils
+    import transformers.models.auto.modeling_auto  # noqa: F401
+
+    with contextlib.suppress(ImportError):
+        import compressed_tensors  # noqa: F401
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

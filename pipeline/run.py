@@ -36,7 +36,7 @@ from .run_manifest import accounts_of, superseded, write_manifest
 from .run_report import cache_sizes, check_gate, report_of, write_card
 from .step import Prepared, StepKind, StepResult, StepRun
 from .steps import STEPS
-from .verify import check_reload, first_blocks, read_back, reload_and_compare, reload_here, reopen, shortened
+from .verify import FreshLoader, check_reload, check_room, first_blocks, read_back, reload_here, reopen, shortened
 
 
 @dataclass(frozen=True)
@@ -72,25 +72,26 @@ def run(
     """Carry out a recipe. Raises SutureError, with nothing under the output's name, when any part of it fails."""
     progress = progress or Silent()
     clock = _Clock()
-    plan = make_plan(recipe, device, overwrite, resume)
-    clock.lap("plan")
-    hashes = {path.name: sha256_file(path) for path in plan.checkpoint.weight_files}
-    clock.lap("hashes")
-    with open_staging(plan.output, fingerprint(plan, hashes), overwrite, resume) as staging:
-        plan = _begin(plan, staging, progress)
-        clock.lap("preflight")
-        plan, results = _run_steps(plan, staging, progress)
-        clock.lap("steps")
-        progress.say("verify: reloading with stock transformers")
-        verification = _verify(plan, staging, results[-1])
-        clock.lap("verify")
-        cache = cache_sizes(plan)
-        report = report_of(plan, staging, results, cache, progress)
-        clock.lap("report")
-        check_gate(recipe.gate, report)
-        write_card(plan, staging, verification, report)
-        manifest = write_manifest(plan, staging, results, hashes, verification, cache)
-        staging.commit()
+    with FreshLoader() as loader:
+        plan = make_plan(recipe, device, overwrite, resume)
+        clock.lap("plan")
+        hashes = {path.name: sha256_file(path) for path in plan.checkpoint.weight_files}
+        clock.lap("hashes")
+        with open_staging(plan.output, fingerprint(plan, hashes), overwrite, resume) as staging:
+            plan = _begin(plan, staging, progress)
+            clock.lap("preflight")
+            plan, results = _run_steps(plan, staging, progress)
+            clock.lap("steps")
+            progress.say("verify: reloading with stock transformers")
+            verification = _verify(plan, staging, results[-1], loader)
+            clock.lap("verify")
+            cache = cache_sizes(plan)
+            report = report_of(plan, staging, results, cache, progress)
+            clock.lap("report")
+            check_gate(recipe.gate, report)
+            write_card(plan, staging, verification, report)
+            manifest = write_manifest(plan, staging, results, hashes, verification, cache)
+            staging.commit()
     return Run(plan.output, plan, report, manifest, clock.laps)
 
 
@@ -284,7 +285,7 @@ def _text_after(plan: Plan, n_steps: int) -> TokenBlocks | None:
 # -- after the steps ---------------------------------------------------------------------------------------------------
 
 
-def _verify(plan: Plan, staging: Staging, result: StepResult) -> dict[str, Any]:
+def _verify(plan: Plan, staging: Staging, result: StepResult, loader: FreshLoader) -> dict[str, Any]:
     written = reopen(staging.model)
     prepared = plan.steps[-1].prepared
     account_for(plan.checkpoint.tensors, written.tensors, accounts_of(plan))
@@ -299,7 +300,8 @@ def _verify(plan: Plan, staging: Staging, result: StepResult) -> dict[str, Any]:
     if prepared.not_stock:
         record = read_back(directory, probe, result.expected, n, prepared.not_stock)
         return {"blocks": n, "of_blocks": prepared.n_blocks, **record}
-    record = reload_and_compare(directory, staging.work, probe, result.expected, allowed)
+    check_room(staging.work, probe, result.expected)
+    record = check_reload(loader.load(directory, staging.work, probe), probe, result.expected, allowed)
     return {"blocks": n, "of_blocks": prepared.n_blocks, **record}
 
 

@@ -7,6 +7,7 @@ import io
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -26,26 +27,48 @@ _FILE_BYTES = 1 << 16  # of a saved tensor beside its numbers
 TOLERANCE = 1e-3  # of the largest logit, both sides in float32: rounding of another order of the same sums
 
 
-def reload_and_compare(
-    directory: Path, work: Path, probe: Tensor, expected: Tensor, allowed: tuple[str, ...]
-) -> dict[str, Any]:
-    """Verification record; raises SutureError when the output does not load or gives other logits.
+class FreshLoader:
+    """Stock transformers in a process of its own, which knows nothing but the files.
 
-    `allowed`: what the loader may call unexpected: tensors that the input had beyond what the model uses, and, ending
-    with a dot, beginnings of names.
+    It is started early: what it imports (seconds) is there when the output is. It ends with this process.
     """
-    directory, work = directory.absolute(), work.absolute()
-    ids_file, out_file = work / "probe.pt", work / "reloaded.pt"
-    out_file.unlink(missing_ok=True)
+
+    def __init__(self) -> None:
+        self._messages = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with this
+        command = [sys.executable, "-P", "-m", "suture.pipeline.reload"]
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._messages, text=True, cwd="/"
+        )
+
+    def __enter__(self) -> FreshLoader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.wait()
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._messages.close()
+
+    def load(self, directory: Path, work: Path, probe: Tensor) -> dict[str, Any]:
+        """`reload.load_and_run` there; to be called once. Raises SutureError when the output does not load."""
+        work = work.absolute()
+        ids_file, out_file = work / "probe.pt", work / "reloaded.pt"
+        out_file.unlink(missing_ok=True)
+        torch.save(probe, ids_file)
+        self._process.communicate("\n".join(map(str, (directory.absolute(), ids_file, out_file))))
+        if self._process.returncode != 0 or not out_file.exists():
+            self._messages.seek(0)
+            last = (self._messages.read().strip().splitlines() or ["no message"])[-1]
+            raise SutureError(f"the output does not load in stock transformers: {last}", "please report this")
+        return torch.load(out_file, weights_only=True)
+
+
+def check_room(work: Path, probe: Tensor, expected: Tensor) -> None:
+    """Raises SutureError when the logits that a fresh process writes would not fit on the disk."""
     if shutil.disk_usage(work).free < 2 * expected.numel() * 4 + 16 * probe.numel() + _FILE_BYTES:
         raise SutureError(f"{work}: the disk is full", "free some space, then run again with --resume")
-    torch.save(probe, ids_file)
-    command = [sys.executable, "-m", "suture.pipeline.reload", str(directory), str(ids_file), str(out_file)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=work, check=False)
-    if done.returncode != 0 or not out_file.exists():
-        last = (done.stderr.strip().splitlines() or ["no message"])[-1]
-        raise SutureError(f"the output does not load in stock transformers: {last}", "please report this")
-    return check_reload(torch.load(out_file, weights_only=True), probe, expected, allowed)
 
 
 def read_back(directory: Path, probe: Tensor, expected: Tensor, n_blocks: int, why: str) -> dict[str, Any]:
@@ -73,7 +96,11 @@ def reload_here(directory: Path, probe: Tensor) -> dict[str, Any]:
 
 
 def check_reload(found: dict[str, Any], probe: Tensor, expected: Tensor, allowed: tuple[str, ...]) -> dict[str, Any]:
-    """Verification record from what `reload.load_and_run` found; raises SutureError when anything is off."""
+    """Verification record from what `reload.load_and_run` found; raises SutureError when anything is off.
+
+    `allowed`: what the loader may call unexpected: tensors that the input had beyond what the model uses, and, ending
+    with a dot, beginnings of names.
+    """
     problems = {kind: found[kind] for kind in ("missing", "mismatched") if found[kind]}
     beginnings = tuple(name for name in allowed if name.endswith("."))
     strangers = [name for name in found["unexpected"] if name not in allowed and not name.startswith(beginnings)]
