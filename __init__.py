@@ -5,6 +5,7 @@ run = suture.run("recipes/quickstart.yaml")
 run = suture.quantize("builtin:tiny", "out", method="gptq", bits=4, group_size=64, calibration="builtin:novels")
 run = suture.apply("builtin:tiny", "out", {"untie": {}, "rtn": {"bits": 4, "group_size": 64}})
 report = suture.compare("builtin:tiny", "out", data="builtin:holmes")
+suture.inspect("builtin:tiny", "out")  # two models as budgets, side by side; config.json alone is enough
 checkpoint = suture.open_checkpoint("builtin:tiny")
 """
 
@@ -16,17 +17,20 @@ from typing import Any as _Any
 if _TYPE_CHECKING:
     from .checkpoint import Checkpoint, SutureError, open_checkpoint
     from .pipeline.api import apply, compare, compare_all, quantize, run
+    from .pipeline.inspect import Inspection, inspect
     from .pipeline.recipe import Recipe
 
 __version__ = _version("suture")
 __all__ = [
     "Checkpoint",
+    "Inspection",
     "Recipe",
     "SutureError",
     "__version__",
     "apply",
     "compare",
     "compare_all",
+    "inspect",
     "open_checkpoint",
     "quantize",
     "run",
@@ -42,6 +46,8 @@ _HOME = {
     "compare_all": "pipeline.api",
     "quantize": "pipeline.api",
     "run": "pipeline.api",
+    "Inspection": "pipeline.inspect",
+    "inspect": "pipeline.inspect",
     "Recipe": "pipeline.recipe",
 }
 

@@ -304,16 +304,21 @@ def open_skeleton(
     return Skeleton(source, model, layout, hf_config, dtype, torch.device(device))
 
 
-def hf_text_config(text: Mapping[str, Any], source: str) -> Any:
-    """transformers' config object, which knows every spelling of RoPE's and others' settings."""
+def transformers_config(text: Mapping[str, Any], source: str) -> Any:
+    """transformers' config object of any model that it knows. Raises SutureError for a config that it refuses."""
     from transformers import AutoConfig
 
     try:
-        config = AutoConfig.for_model(text["model_type"], **{k: v for k, v in text.items() if k != "model_type"})
+        return AutoConfig.for_model(text["model_type"], **{k: v for k, v in text.items() if k != "model_type"})
     except Exception as error:
         raise SutureError(
             f"{source}: transformers refuses config.json: {error}", "correct the config, or update transformers"
         ) from error
+
+
+def hf_text_config(text: Mapping[str, Any], source: str) -> Any:
+    """transformers' config object, which knows every spelling of RoPE's and others' settings; only what replay can run."""
+    config = transformers_config(text, source)
     if text["model_type"] == "deepseek_v3" and config.first_k_dense_replace < config.num_hidden_layers:
         raise SutureError(
             f"{source}: deepseek_v3 with expert layers (first_k_dense_replace {config.first_k_dense_replace} of "

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from .errors import SutureError, did_you_mean
 from .header import DTYPES, TensorInfo, code_of, read_range, read_ranges, torch_dtype_of
 from .index import TORCH_BIN, Located, allowed_roots, locate_tensors, match_index, refuse_adapter, refuse_escape
-from .resolve import resolve_source
+from .resolve import resolve_config, resolve_source
 from .strict_json import strict_json
 
 if TYPE_CHECKING:
@@ -192,12 +192,44 @@ def open_checkpoint(source: str | Path, *, download: bool = False, revision: str
     )
 
 
+def read_config(
+    source: str | Path, *, download: bool = False, revision: str | None = None
+) -> tuple[Path, dict[str, Any]]:
+    """The directory and the raw config.json of a model whose weights need not be there.
+
+    Args:
+        source: a directory, a config.json itself, `builtin:NAME`, or a Hub id, of which nothing else is fetched.
+
+    Raises:
+        SutureError: not found, or not the config of a model.
+    """
+    path = Path(source).expanduser()
+    if path.is_file() and path.suffix == ".json":
+        directory = path.parent
+        config = _checked_config(path)
+        return directory, config
+    directory = resolve_config(source, download=download, revision=revision)
+    return directory, _read_config(directory)
+
+
+def has_weights(directory: Path) -> bool:
+    """Whether weight files, or an index of them, are there; not whether they are complete."""
+    return any(
+        path.suffix == ".safetensors" or path.name.endswith(".index.json") or TORCH_BIN.fullmatch(path.name)
+        for path in directory.iterdir()
+    )
+
+
 def _read_config(directory: Path) -> dict[str, Any]:
     path = directory / "config.json"
     if not path.is_file() and not path.is_symlink():
         refuse_adapter(directory)
         raise SutureError(f"{directory} has no config.json", "give the directory of a Hugging Face model")
     refuse_escape(path, allowed_roots(directory))
+    return _checked_config(path)
+
+
+def _checked_config(path: Path) -> dict[str, Any]:
     config = strict_json(path, CONFIG_LIMIT)
     if not isinstance(config, dict):
         raise SutureError(f"{path}: an object was expected, found {type(config).__name__}")

@@ -56,6 +56,41 @@ def resolve_source(source: str | Path, *, download: bool = False, revision: str 
     return Resolved(found, text, None)
 
 
+def resolve_config(source: str | Path, *, download: bool = False, revision: str | None = None) -> Path:
+    """The directory with a model's config.json; of a Hub id only that file is looked up in the cache, or fetched.
+
+    Raises:
+        SutureError: nothing there; the message says what was tried.
+    """
+    try:
+        return resolve_source(source, revision=revision).path
+    except SutureError:
+        text = str(source)
+        if not _HUB_ID.fullmatch(text) or text.startswith(BUILTIN) or _local(source) is not None:
+            raise
+        found = _hub_config(text, revision, download)
+        if found is None:
+            raise
+        return found
+
+
+def _hub_config(repo_id: str, revision: str | None, download: bool) -> Path | None:
+    """The snapshot's directory that holds config.json; None when it is not in the cache and may not be fetched."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        found = hf_hub_download(repo_id, "config.json", revision=revision, local_files_only=not download)
+    except Exception as error:  # the network, the Hub, the disk: each has its own family of exceptions
+        if not download:
+            return None
+        reason = " ".join(str(error).split())[:300]
+        raise SutureError(
+            f"{repo_id}: config.json could not be downloaded: {type(error).__name__}: {reason}",
+            "check the id, the connection and, for a gated model, `hf auth login`; or give a directory",
+        ) from error
+    return Path(found).parent
+
+
 def _forms() -> str:
     return f"give a directory, a Hub id like org/name, or {', '.join(BUILTIN + name for name in _builtins())}"
 

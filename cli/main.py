@@ -209,16 +209,47 @@ def report(
 
 @app.command()
 def inspect(
-    model: Annotated[str, typer.Argument(help="directory, hub id, or builtin:tiny")],
+    models: Annotated[
+        list[str],
+        typer.Argument(metavar="MODEL...", help="directory, config.json, hub id, builtin:tiny, or an adapter"),
+    ],
+    context: Annotated[int | None, typer.Option(help="tokens per sequence [the model's, at most 8192]", min=1)] = None,
+    batch: Annotated[int, typer.Option(help="sequences decoded together", min=1)] = 1,
+    cache_bits: Annotated[int, typer.Option(help="bits of a cached number: 4, 8, 16 or 32")] = 16,
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME[=BANDWIDTH,FLOPS,MEMORY]", help="GPU of the rooflines; may be given again. All."),
+    ] = None,
+    rank: Annotated[list[int] | None, typer.Option(help="LoRA rank; may be given again. 8, 16, 64.", min=1)] = None,
+    targets: Annotated[list[str] | None, typer.Option(help="LoRA's layers; may be given again.")] = None,
     as_json: Json = False,
-    download: Download = False,
+    download: Annotated[
+        bool, typer.Option("--download", help="Allow the network for a hub id's config.json; weights are not fetched.")
+    ] = False,
 ) -> None:
-    """Say what a model is: family, parameters by part, bytes, cache and arithmetic per token."""
+    """Read models as budgets: dimensions, compute and cache, update. config.json is enough; several go side by side."""
     with _messages():
-        from ..pipeline.inspect import inspect_model
-        from .tables import print_inspection
+        from ..pipeline.inspect import RANKS
+        from ..pipeline.inspect import inspect as inspect_models
+        from .tables import print_adapter, print_inspection
 
-        _show(inspect_model(model, download), as_json, print_inspection)
+        found = inspect_models(
+            models[0],
+            *models[1:],
+            context=context,
+            batch=batch,
+            cache_bits=cache_bits,
+            gpus=gpu or (),
+            ranks=rank or RANKS,
+            targets=targets or (),
+            download=download,
+        )
+        if as_json:
+            print(found.to_json())
+        elif "adapter" in found.facts:
+            print_adapter(found.facts)
+        else:
+            print_inspection(found)
 
 
 @app.command()

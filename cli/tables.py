@@ -9,6 +9,7 @@ from rich.markup import escape
 from rich.table import Table
 
 if TYPE_CHECKING:
+    from ..pipeline.inspect import Inspection
     from ..pipeline.run import Run
 
 _WIDTH = 100  # of tables that go to a file or a pipe
@@ -145,27 +146,17 @@ def _how_loaded(verification: dict[str, Any]) -> str:
     return f"reloaded by transformers as {verification['loaded_as']}"
 
 
-def print_inspection(facts: dict[str, Any]) -> None:
-    parameters = facts["parameters"]
-    rows = [
-        ("model", f"{facts['model']} ({facts['family']})"),
-        (
-            "shape",
-            f"{facts['blocks']} blocks, hidden {facts['hidden_size']}, {facts['heads']} heads of {facts['head_dim']}",
-        ),
-        ("kv heads", str(facts["kv_heads"])),
-        ("vocabulary", f"{facts['vocabulary']:,}, head {'tied' if facts['tied_head'] else 'of its own'}"),
-        ("context", str(facts["context"])),
-        *((f"  {part}", f"{count:,}") for part, count in parameters.items() if count),
-        ("bytes", f"{facts['bytes']:,} ({', '.join(f'{k} {megabytes(v)}' for k, v in facts['dtypes'].items())})"),
-        ("KV cache", f"{facts['kv_cache_bytes_per_token']:,} bytes per token at {facts['kv_cache_dtype']}"),
-        ("FLOPs", f"{facts['flops_per_token']:,} per token ({facts['flops_note']})"),
-        ("quantization", str(facts["quantization"] or "none")),
-    ]
-    if facts["history"]:
-        rows.append(("history", " → ".join(str(steps) for steps in facts["history"])))
-    _pairs("model", rows)
-    _warn(facts["notes"])
+def print_inspection(found: Inspection) -> None:
+    """A table per budget, a column per model."""
+    for section in found.sections():
+        table = Table(title=section.title, show_header=False, title_justify="left")
+        table.add_column(no_wrap=len(found.models) == 1)
+        for _ in found.models:
+            table.add_column(overflow="fold")
+        for row in section.rows:
+            table.add_row(*map(escape, row))
+        _console().print(table)
+    _warn(dict.fromkeys(note for model in found.models for note in model["notes"]))
 
 
 def print_adapter(facts: dict[str, Any]) -> None:

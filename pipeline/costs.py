@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ..calibrate.blueprint import blueprint_of
 from ..checkpoint.reader import Checkpoint
+from ..quant.decode import unquantized
+from ..report.budgets import cache_numbers_per_token, weight_flops
 from ..report.cost import GPU, GPUS, cost_section
-from .inspect import inspect_model
 
 
 def cost_of(base: Checkpoint, candidate: Checkpoint, gpus: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
@@ -17,21 +19,19 @@ def cost_of(base: Checkpoint, candidate: Checkpoint, gpus: Mapping[str, tuple[fl
 
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
-    facts = inspect_model(str(checkpoint.path))
+    model = blueprint_of(unquantized(checkpoint.config), checkpoint.source)
     table = 0  # an embedding of its own is not read whole: one row a token
-    if not facts["tied_head"]:
-        sizes = [
-            info.nbytes
-            for name, info in checkpoint.tensors.items()
-            if name.endswith(("embed_tokens.weight", "embed_in.weight", "wte.weight"))
-        ]
-        table = sum(sizes)
+    by_dtype: dict[str, int] = {}
+    for name, info in checkpoint.tensors.items():
+        by_dtype[info.dtype] = by_dtype.get(info.dtype, 0) + info.nbytes
+        if not model.tied and name.endswith(("embed_tokens.weight", "embed_in.weight", "wte.weight")):
+            table += info.nbytes
     return {
-        "bytes_by_dtype": facts["dtypes"],
-        "bytes_read": facts["bytes"] - table,
-        "flops_per_token": facts["flops_per_token"],
+        "bytes_by_dtype": dict(sorted(by_dtype.items())),
+        "bytes_read": checkpoint.nbytes - table,
+        "flops_per_token": weight_flops(model),
         "cache": {
-            "bytes_per_token": facts["kv_cache_bytes_per_token"],
-            "how": f"counted from the config at {facts['kv_cache_dtype']}",
+            "bytes_per_token": 2 * cache_numbers_per_token(model),
+            "how": "counted from the config at 16 bits",
         },
     }

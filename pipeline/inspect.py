@@ -1,113 +1,351 @@
-"""What a model is: parameters by part, bytes, cache and arithmetic per token, and how it was made."""
+"""What a model is and what it costs: three budgets from config.json, and from the weights, when they are there, what they say.
+
+A directory with config.json alone is enough. With weights, their headers are checked against the config as every other
+command does, and a quantized checkpoint says what its weights take, scales included.
+"""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..calibrate.skeleton import Skeleton, open_skeleton
+from ..calibrate.blueprint import Blueprint, blueprint_of
+from ..calibrate.skeleton import hf_text_config, open_skeleton
+from ..checkpoint.errors import SutureError, did_you_mean
+from ..checkpoint.layout import text_config
 from ..checkpoint.manifest import MANIFEST, read_manifest
-from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..quant.decode import dense_view
+from ..checkpoint.reader import Checkpoint, has_weights, open_checkpoint, read_config
+from ..quant.decode import DenseView, dense_view, unquantized
+from ..quant.int_quantized import IntegerView
+from ..quant.sizes import FORMATS, bytes_of, linear_of
+from ..report.budget_view import page, sections, text
+from ..report.budgets import QUERY_VALUE, compute_section, dimensions_section, lora_targets, update_section
+from ..report.cost import GPU, GPUS
+from .adapter_inspect import inspect_adapter
+
+CONTEXT = 8192  # tokens, or the model's context when that is shorter
+RANKS = (8, 16, 64)
 
 
-def inspect_model(source: str | Path, download: bool = False) -> dict[str, Any]:
-    """Facts as plain data. Raises SutureError for a checkpoint that does not open."""
-    checkpoint = open_checkpoint(source, download=download)
-    skeleton = open_skeleton(dense_view(checkpoint))
-    config = skeleton.hf_config
-    heads = int(config.num_attention_heads)
-    parameters = _parameters(skeleton)
-    linear = sum(linear.numel for linear in skeleton.layout.linears if linear.expert is None)
-    active_experts = _active_expert_parameters(skeleton)
-    head = _numel(skeleton.source.shapes[skeleton.layout.head or skeleton.layout.embedding])
+@dataclass(frozen=True)
+class Inspection:
+    """One model's facts, or several side by side. `facts` is plain data; it shows itself in a notebook and on a terminal."""
+
+    models: tuple[dict[str, Any], ...]
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """Of the only model, or all under `models`."""
+        return self.models[0] if len(self.models) == 1 else {"models": list(self.models)}
+
+    def to_json(self) -> str:
+        return json.dumps(self.facts, indent=1)
+
+    def sections(self) -> list[Any]:
+        """(title, rows), a row being a label and one text per model."""
+        return sections(self.models)
+
+    def __str__(self) -> str:
+        return text(self.models)
+
+    def _repr_html_(self) -> str:
+        return page(self.models)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What to count for; None: the model's own."""
+
+    context: int | None = None  # tokens per sequence
+    batch: int = 1  # sequences decoded together
+    cache_bits: int = 16
+    gpus: Mapping[str, GPU] = field(default_factory=lambda: GPUS)
+    ranks: Sequence[int] = RANKS
+    targets: Sequence[str] = ()
+
+
+def inspect(
+    model: str | Path,
+    *others: str | Path,
+    context: int | None = None,
+    batch: int = 1,
+    cache_bits: int = 16,
+    gpus: Sequence[str] = (),
+    ranks: Sequence[int] = RANKS,
+    targets: Sequence[str] = (),
+    download: bool = False,
+) -> Inspection:
+    """Read a model, or several beside one another, as three budgets; weights are not needed.
+
+    Args:
+        model, others: directories, config.json files, Hub ids (`download`: fetch their config.json), `builtin:tiny`, or
+            one LoRA adapter.
+        context: tokens per sequence, for the cache and attention; default: the model's, at most 8192.
+        batch: sequences decoded together.
+        cache_bits: of a cached number.
+        gpus: names of the roofline's GPUs, or NAME=BANDWIDTH,FLOPS,MEMORY in bytes/s, FLOPs/s and bytes; default: all.
+        ranks, targets: of LoRA; a target is the end of a layer's name.
+
+    Raises SutureError for what does not open, an unknown GPU or target.
+    """
+    for name, value in (("context", context or 1), ("batch", batch), *(("rank", rank) for rank in ranks)):
+        if value < 1:
+            raise SutureError(f"{name}: {value} is not a positive number")
+    if cache_bits not in (4, 8, 16, 32):
+        raise SutureError(f"cache_bits: {cache_bits} is none of 4, 8, 16, 32")
+    chosen = dict(_gpu(gpu) for gpu in gpus) if gpus else GPUS
+    asked = Question(context, batch, cache_bits, chosen, ranks, targets)
+    sources = (model, *others)
+    if _is_adapter(model) and not others:
+        return Inspection((inspect_adapter(model),))
+    wrong = next((source for source in sources if _is_adapter(source)), None)
+    if wrong is not None:
+        raise SutureError(f"{wrong} is an adapter: only models can be set side by side", "inspect it alone")
+    return Inspection(tuple(inspect_model(source, download, asked) for source in sources))
+
+
+def _is_adapter(source: str | Path) -> bool:
+    return (Path(source) / "adapter_config.json").is_file() and not (Path(source) / "config.json").is_file()
+
+
+def _gpu(text: str) -> tuple[str, GPU]:
+    name, equals, figures = text.partition("=")
+    if equals:
+        try:
+            bandwidth, flops, *memory = (float(part) for part in figures.split(","))
+        except ValueError:
+            raise SutureError(
+                f"gpu {text}: expected NAME=BANDWIDTH,FLOPS,MEMORY", "as 4090=1.0e12,165e12,24e9"
+            ) from None
+        if len(memory) > 1 or min(bandwidth, flops, *memory) <= 0:
+            raise SutureError(f"gpu {text}: expected two or three positive numbers", "as 4090=1.0e12,165e12,24e9")
+        return name, GPU(bandwidth, flops, memory[0] if memory else None)
+    found = [known for known in GPUS if known.lower() == text.lower()]
+    found = found or [known for known in GPUS if text.lower() in known.lower()]
+    if len(found) != 1:
+        raise SutureError(
+            f"gpu {text}: {'several match' if found else 'not known'}{did_you_mean(text, GPUS)}",
+            f"known: {', '.join(GPUS)}; or give NAME=BANDWIDTH,FLOPS,MEMORY",
+        )
+    return found[0], GPUS[found[0]]
+
+
+def inspect_model(source: str | Path, download: bool = False, asked: Question | None = None) -> dict[str, Any]:
+    """Facts of one model as plain data. Raises SutureError for one that does not open."""
+    asked = asked or Question()
+    directory, config = read_config(source, download=download)
+    model = blueprint_of(unquantized(config), str(source))
+    checkpoint = (
+        open_checkpoint(directory) if has_weights(directory) and Path(source) != directory / "config.json" else None
+    )
+    weights = _weights(checkpoint, model) if checkpoint is not None else _without_weights(config, model)
+    context = asked.context or min(model.context or CONTEXT, CONTEXT)
+    formats = format_sizes(model)
+    facts = {
+        "model": str(source),
+        "family": model.model_type,
+        "supported": model.family,
+        "blocks": model.layers,
+        "hidden_size": model.hidden,
+        "heads": model.heads,
+        "kv_heads": model.kv_heads,
+        "head_dim": model.head_dim,
+        "vocabulary": model.vocabulary,
+        "context": model.context,
+        "tied_head": model.tied,
+    }
+    compute = compute_section(
+        model,
+        dict(asked.gpus),
+        context=context,
+        batch=asked.batch,
+        weight_bytes=weights["bytes"],
+        read_bits=weights["bits_per_weight"],
+        cache_bits=asked.cache_bits,
+    )
+    dimensions = dimensions_section(model)
+    facts |= {
+        "parameters": {**dimensions["by_part"], "total": model.total},
+        "kv_cache_bytes_per_token": compute["cache"]["bytes_per_token"],
+        "kv_cache_dtype": f"{asked.cache_bits} bits",
+        "flops_per_token": compute["flops"]["decode_per_token"],
+        **{
+            key: weights[key]
+            for key in ("bytes", "dtypes", "quantization", "notes", "unknown_tensors", "stale_buffers")
+        },
+        "history": _history(directory) if checkpoint is not None else [],
+        "dimensions": dimensions,
+        "compute": compute,
+        "formats": formats,
+        "update": update_section(model, asked.ranks, _target_sets(model, asked.targets), _bases(model, formats)),
+    }
+    return facts
+
+
+# ---- weights, when they are there
+
+
+def _without_weights(config: Mapping[str, Any], model: Blueprint) -> dict[str, Any]:
+    notes = ["no weights here: everything is counted from config.json, at 16 bits per parameter", *model.notes]
+    found = config.get("quantization_config")
+    if found:
+        notes.append("config.json says that the weights are quantized; without them their bytes are not known")
     return {
-        "model": checkpoint.source,
-        "family": skeleton.family.model_type,
-        "blocks": skeleton.n_blocks,
-        "hidden_size": int(config.hidden_size),
-        "heads": heads,
-        "kv_heads": int(getattr(config, "num_key_value_heads", heads) or heads),
-        "head_dim": _head_dim(config),
-        "vocabulary": skeleton.source.shapes[skeleton.layout.embedding][0],
-        "context": getattr(config, "max_position_embeddings", None),
-        "tied_head": skeleton.layout.head is None,
-        "norm": skeleton.family.norm_kind,
-        "parameters": parameters | {"total": sum(parameters.values())},
-        "bytes": checkpoint.nbytes,
-        "dtypes": _dtypes(checkpoint),
-        "kv_cache_bytes_per_token": _cache_numbers_per_token(skeleton) * 2,
-        "kv_cache_dtype": "16 bits",
-        "flops_per_token": 2 * (linear + active_experts + head),
-        "flops_note": "products with weights only; attention adds 4 * heads * head_dim * context per block",
-        "quantization": _quantization(checkpoint),
-        "unknown_tensors": len(skeleton.layout.unknown),
-        "stale_buffers": len(skeleton.layout.stale),
-        "notes": list(checkpoint.notes),
-        "history": _history(checkpoint),
+        "bytes": 2 * model.total,
+        "bits_per_weight": 16.0,
+        "dtypes": {},
+        "quantization": {"method": found.get("quant_method")} if isinstance(found, dict) else None,
+        "notes": notes,
+        "unknown_tensors": 0,
+        "stale_buffers": 0,
     }
 
 
-def _numel(shape: tuple[int, ...]) -> int:
+def _weights(checkpoint: Checkpoint, model: Blueprint) -> dict[str, Any]:
+    dtypes: dict[str, int] = {}
+    for info in checkpoint.tensors.values():
+        dtypes[info.dtype] = dtypes.get(info.dtype, 0) + info.nbytes
+    notes = [*checkpoint.notes, *model.notes]
+    unknown = stale = 0
+    quantization, bits = None, 8.0 * checkpoint.nbytes / model.total
+    if model.family and _is_replayable(checkpoint, notes):
+        view = dense_view(checkpoint)
+        layout = open_skeleton(view).layout
+        unknown, stale = len(layout.unknown), len(layout.stale)
+        quantization, bits = _quantization(checkpoint, view)
+    elif checkpoint.quantization is not None:
+        quantization = {"method": checkpoint.quantization.get("quant_method")}
+    if not model.family:
+        notes.append(f"suture's steps do not know {model.model_type}: its figures are counted, it cannot be changed")
+    return {
+        "bytes": checkpoint.nbytes,
+        "bits_per_weight": bits,
+        "dtypes": dict(sorted(dtypes.items())),
+        "quantization": quantization,
+        "notes": notes,
+        "unknown_tensors": unknown,
+        "stale_buffers": stale,
+    }
+
+
+def _is_replayable(checkpoint: Checkpoint, notes: list[str]) -> bool:
+    try:
+        hf_text_config(text_config(checkpoint.config), checkpoint.source)
+    except SutureError as error:
+        notes.append(str(error).replace("\n", " "))
+        return False
+    return True
+
+
+def _quantization(checkpoint: Checkpoint, view: Any) -> tuple[dict[str, Any] | None, float]:
+    """What is quantized and how many bits a weight of it takes, its scales, zero points and tables included."""
+    found = checkpoint.quantization
+    if found is None:
+        dense = [info for info in checkpoint.tensors.values() if len(info.shape) > 1]
+        return None, 8.0 * sum(info.nbytes for info in dense) / sum(_numel(info.shape) for info in dense)
+    if isinstance(view, DenseView):
+        parts = {name: packed.parts for name, packed in view.packed.items()}
+    elif isinstance(view, IntegerView):
+        ends = (".weight", ".weight_scale", ".input_scale")
+        parts = {
+            f"{name}.weight": tuple(f"{name}{end}" for end in ends if f"{name}{end}" in checkpoint.tensors)
+            for name in view.modules
+        }
+    else:
+        parts = {}
+    taken = sum(checkpoint.tensors[part].nbytes for names in parts.values() for part in names)
+    numel = sum(_numel(view.shapes[name]) for name in parts)
+    bits = 8.0 * taken / numel if numel else 16.0
+    groups = [group.get("weights") for group in found.get("config_groups", {}).values() if isinstance(group, dict)]
+    section = {
+        "method": found.get("quant_method"),
+        "format": found.get("format"),
+        "weights": groups,
+        "layers": len(parts),
+        "parameters": numel,
+        "bytes": taken,
+        "bits_per_weight": round(bits, 4),
+    }
+    return section, bits
+
+
+def _numel(shape: Sequence[int]) -> int:
     product = 1
     for size in shape:
         product *= size
     return product
 
 
-def _parameters(skeleton: Skeleton) -> dict[str, int]:
-    parts = {"embedding": 0, "attention": 0, "mlp": 0, "experts": 0, "norms and others": 0, "head": 0}
-    layout, shapes = skeleton.layout, skeleton.source.shapes
-    parts["embedding"] = _numel(shapes[layout.embedding])
-    parts["head"] = _numel(shapes[layout.head]) if layout.head else 0
-    for linear in layout.linears:
-        attention = any(part.startswith(("self_attn", "attn", "attention")) for part in linear.role.split("."))
-        parts["experts" if linear.expert is not None else "attention" if attention else "mlp"] += linear.numel
-    used = {place.tensor for place in layout.places.values()}
-    parts["norms and others"] = sum(_numel(shapes[name]) for name in used) - sum(parts.values())
-    return parts
-
-
-def _active_expert_parameters(skeleton: Skeleton) -> int:
-    experts = [linear for linear in skeleton.layout.linears if linear.expert is not None]
-    if not experts:
-        return 0
-    number = max(linear.expert or 0 for linear in experts) + 1
-    return sum(linear.numel for linear in experts) * int(skeleton.hf_config.num_experts_per_tok) // number
-
-
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
-
-
-def _cache_numbers_per_token(skeleton: Skeleton) -> int:
-    """Numbers cached per token over all blocks, before any sliding window cuts the sequence."""
-    config = skeleton.hf_config
-    if getattr(config, "kv_lora_rank", None):
-        return skeleton.n_blocks * (config.kv_lora_rank + config.qk_rope_head_dim)
-    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    return skeleton.n_blocks * 2 * kv_heads * _head_dim(config)
-
-
-def _dtypes(checkpoint: Checkpoint) -> dict[str, int]:
-    """Bytes by stored dtype."""
-    total: dict[str, int] = {}
-    for info in checkpoint.tensors.values():
-        total[info.dtype] = total.get(info.dtype, 0) + info.nbytes
-    return dict(sorted(total.items()))
-
-
-def _quantization(checkpoint: Checkpoint) -> dict[str, Any] | None:
-    found = checkpoint.quantization
-    if found is None:
-        return None
-    groups = found.get("config_groups", {})
-    weights = [group.get("weights") for group in groups.values() if isinstance(group, dict)]
-    return {"method": found.get("quant_method"), "format": found.get("format"), "weights": weights}
-
-
-def _history(checkpoint: Checkpoint) -> list[Any]:
-    if not (checkpoint.path / MANIFEST).is_file():
+def _history(directory: Path) -> list[Any]:
+    if not (directory / MANIFEST).is_file():
         return []
-    manifest = read_manifest(checkpoint.path)
+    manifest = read_manifest(directory)
     return [*(entry["recipe"]["steps"] for entry in manifest["history"]), manifest["recipe"]["steps"]]
+
+
+# ---- formats and training
+
+
+def format_sizes(model: Blueprint) -> list[dict[str, Any]]:
+    """Bytes of the whole model with its linear layers in each format that suture writes; the rest in 16 bits.
+
+    `all_weights`: what it would be with every parameter, embedding and head too, at that format's bits per weight.
+    """
+    chosen = [matrix for matrix in model.matrices if _quantizable(matrix)]
+    linears = [(linear_of(m.name, m.out_features, m.in_features), m.copies) for m in chosen]
+    numel = sum(matrix.numel for matrix in chosen)
+    rest = 2 * (model.total - numel)
+    rows: list[dict[str, Any]] = [
+        {
+            "format": "16 bits",
+            "step": None,
+            "bits_per_weight": 16.0,
+            "overhead_bits": 0.0,
+            "bytes": 2 * model.total,
+            "all_weights": 2 * model.total,
+        }
+    ]
+    for stored in FORMATS:
+        taken = bytes_of(stored, linears) if numel else None
+        if taken is None:
+            continue
+        bits = 8 * taken / numel
+        rows.append(
+            {
+                "format": stored.name,
+                "step": stored.step,
+                "bits_per_weight": round(bits, 4),
+                "overhead_bits": round(bits - stored.code_bits, 4),
+                "bytes": taken + rest,
+                "all_weights": round(bits * model.total / 8),
+            }
+        )
+    return rows
+
+
+def _quantizable(matrix: Any) -> bool:
+    return (matrix.linear or matrix.part == "experts") and not matrix.kept and matrix.block is not None
+
+
+def _bases(model: Blueprint, formats: Sequence[Mapping[str, Any]]) -> dict[str, int]:
+    """What LoRA can be trained over: the weights in 16 bits, and QLoRA's NF4."""
+    nf4 = next((row["bytes"] for row in formats if row["step"] == "nf4: {}"), None)
+    return {"16 bits": 2 * model.total} | ({"NF4": nf4} if nf4 is not None else {})
+
+
+def _target_sets(model: Blueprint, targets: Sequence[str]) -> list[Sequence[str]]:
+    """The user's targets; or queries and values alone where they are layers of their own, and all linear layers."""
+    if not targets:
+        default: list[Sequence[str]] = [QUERY_VALUE] if len(lora_targets(model, ("v_proj",))) else []
+        return [*default, ("all-linear",)]
+    for target in targets:
+        if target != "all-linear" and not lora_targets(model, (target,)):
+            known = sorted({m.name.rpartition(".")[2] for m in lora_targets(model)})
+            raise SutureError(
+                f"targets: no linear layer's name ends with {target}{did_you_mean(target, known)}",
+                f"there are {', '.join(known)}; or all-linear",
+            )
+    return [tuple(targets)]

@@ -7,7 +7,7 @@ and a description for screen readers. Every mark carries its figure as a tooltip
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -120,18 +120,18 @@ def histogram(title: str, candidate: Mapping[str, object], floor: Mapping[str, o
     return svg(title, description, bottom + 44, parts)
 
 
-def bars(title: str, rows: Sequence[tuple[str, float, int]]) -> str:
-    """Byte counts as horizontal bars: (label, bytes, colour)."""
+def bars(title: str, rows: Sequence[tuple[str, float, int]], text: Callable[[float], str] = bytes_text) -> str:
+    """Amounts as horizontal bars: (label, amount, colour); `text` writes an amount."""
     highest = max(value for _, value, _ in rows) or 1
     parts, step = [], 36
     for i, (label, value, group) in enumerate(rows):
         y = step * i
-        parts.append(_text(_LEFT, y + 13, label, width=42) + _text(_RIGHT, y + 13, bytes_text(value), "end strong"))
+        parts.append(_text(_LEFT, y + 13, label, width=42) + _text(_RIGHT, y + 13, text(value), "end strong"))
         parts.append(
             f'<rect class="fill-{group % 6}" x="{_LEFT}" y="{y + 18}" rx="2" '
             f'width="{max(1.0, (_RIGHT - _LEFT) * value / highest):.1f}" height="10"/>'
         )
-    return svg(title, "; ".join(f"{label}: {bytes_text(value)}" for label, value, _ in rows), step * len(rows), parts)
+    return svg(title, "; ".join(f"{label}: {text(value)}" for label, value, _ in rows), step * len(rows), parts)
 
 
 def pareto(title: str, rows: Sequence[tuple[Estimate, float]]) -> str:

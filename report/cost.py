@@ -21,13 +21,14 @@ class GPU:
 
     bandwidth: float  # bytes per second
     flops: float  # dense bfloat16 multiply-adds counted twice, per second
+    memory: float | None = None  # bytes
 
 
 GPUS: dict[str, GPU] = {
-    "A100 80GB SXM": GPU(2.039e12, 312e12),
-    "H100 SXM": GPU(3.35e12, 989e12),
-    "H200 SXM": GPU(4.8e12, 989e12),
-    "RTX A6000": GPU(768e9, 154.8e12),
+    "A100 80GB SXM": GPU(2.039e12, 312e12, 80e9),
+    "H100 SXM": GPU(3.35e12, 989e12, 80e9),
+    "H200 SXM": GPU(4.8e12, 989e12, 141e9),
+    "RTX A6000": GPU(768e9, 154.8e12, 48e9),
 }
 
 

@@ -56,3 +56,35 @@ def bytes_text(count: float) -> str:
         if count >= size:
             return f"{count / size:,.2f} {unit}"
     return f"{count:,.0f} B"
+
+
+def count_text(count: float) -> str:
+    """`27.23 B` for parameters and tokens."""
+    for unit, size in (("T", 1e12), ("B", 1e9), ("M", 1e6), ("k", 1e3)):
+        if count >= size:
+            return f"{_four(count / size)} {unit}"
+    return f"{count:,.0f}"
+
+
+def flops_text(count: float) -> str:
+    for unit, size in (("EFLOP", 1e18), ("PFLOP", 1e15), ("TFLOP", 1e12), ("GFLOP", 1e9), ("MFLOP", 1e6)):
+        if count >= size:
+            return f"{_four(count / size)} {unit}"
+    return f"{count:,.0f} FLOP"
+
+
+def seconds_text(seconds: float) -> str:
+    """`27.2 ms`, `8.3 s`, `2 min 5 s`, `3 h 20 min`."""
+    if seconds < 60:
+        for unit, size in (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6)):
+            if seconds >= size:
+                return f"{seconds / size:.3g} {unit}"
+        return f"{seconds / 1e-9:.3g} ns"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    return f"{minutes // 60} h {minutes % 60} min"
+
+
+def _four(value: float) -> str:
+    return f"{value:,.0f}" if value >= 1000 else f"{value:#.4g}".rstrip(".")
