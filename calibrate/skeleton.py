@@ -290,6 +290,7 @@ def open_skeleton(
     text = {key: value for key, value in text_config(source.config).items() if key != "quantization_config"}
     family = family_of(str(text["model_type"]))
     hf_config = hf_text_config(text, source.source)
+    _refuse_absurd_sizes(hf_config, source)
     model = meta_model(hf_config, family, torch.device(device))
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     tied = bool(getattr(hf_config, "tie_word_embeddings", False))
@@ -326,6 +327,23 @@ def hf_text_config(text: Mapping[str, Any], source: str) -> Any:
             "only dense deepseek_v3 checkpoints are",
         )
     return config
+
+
+_SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_local_experts", "num_experts")
+
+
+def _refuse_absurd_sizes(hf_config: Any, source: TensorSource) -> None:
+    """Refuse a config that promises more than the tensors hold, before a module is made for each of a billion layers."""
+    longest = max((size for shape in source.shapes.values() for size in shape), default=0)
+    limits = {"num_hidden_layers": len(source.shapes)} | dict.fromkeys(_SIZES, longest)
+    for key, limit in limits.items():
+        value = getattr(hf_config, key, None)
+        if isinstance(value, int) and value > limit:
+            raise SutureError(
+                f"{source.source}: config.json says {key} {value:,}, but its {len(source.shapes):,} tensors are at most "
+                f"{longest:,} long",
+                "the config belongs to another model, or is damaged",
+            )
 
 
 def meta_model(hf_config: Any, family: Family, device: torch.device) -> nn.Module:

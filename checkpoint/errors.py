@@ -14,9 +14,9 @@ class SutureError(Exception):
     """
 
     def __init__(self, problem: str, hint: str = "") -> None:
-        self.problem = problem
+        self.problem = " ".join(problem.split())  # libraries' messages, quoted in it, may have lines
         self.hint = hint
-        super().__init__(f"{problem}; {hint}" if hint else problem)
+        super().__init__(f"{self.problem}; {hint}" if hint else self.problem)
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str:

@@ -56,7 +56,7 @@ def strict_json(path: Path, limit: int) -> Any:
         raise SutureError(f"{path} has {size:,} bytes, at most {limit:,} are read from such a file")
     try:
         with path.open("rb") as file:
-            data = file.read(limit + 1)
+            data = file.read(size + 1)  # not `limit`: that much would be set aside first
     except OSError as error:
         raise SutureError(f"{path} cannot be read: {_reason(error)}") from error
     refuse_lfs_pointer(path, data)
