@@ -5,14 +5,18 @@ import json
 import pytest
 import torch
 from adapters import TARGETS, edit_adapter, live, logits, trained
-from kit import Shelf, edit, ids_file, make, quantize, read, run
+from kit import Shelf, edit, ids_file, make, quantize, read, run, stock
 from safetensors.torch import load_file
 
 from suture.checkpoint.errors import SutureError
+from suture.checkpoint.reader import open_checkpoint
 from suture.lora.delta import effective_rank, reduce, singular_values
 from suture.lora.extract import spectrum
 from suture.lora.transport import Map, find_map, pooled
 from suture.pipeline.adapters import attach, combine, extract, extraction_curve, inspect_adapter, transport
+from suture.pipeline.recipe import CalibrationSettings
+from suture.pipeline.texts import calibration_text, text_model
+from suture.quant.decode import dense_view
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +69,6 @@ def test_gpt2_and_dora_load_in_peft(shelf, tmp_path):
 def test_loftq_takes_the_most_of_the_quantization_error_that_its_rank_can(shelf, tmp_path):
     quantize(shelf("L1"), tmp_path / "w3", bits=3, group_size=8)
     written = attach(tmp_path / "w3", tmp_path / "new", r=8, alpha=4, init="loftq", original=shelf("L1"))
-    from suture.checkpoint.reader import open_checkpoint
-    from suture.quant.decode import dense_view
-
     original, rounded = read(shelf("L1")), dense_view(open_checkpoint(tmp_path / "w3"))
     for path, delta in deltas(tmp_path / "new").items():
         E = original[f"{path}.weight"].double() - rounded.read(f"{path}.weight").double()
@@ -76,6 +77,37 @@ def test_loftq_takes_the_most_of_the_quantization_error_that_its_rank_can(shelf,
         assert written.record["modules"][path]["error_taken_away"] == pytest.approx(
             float(S[:8].square().sum() / S.square().sum()), rel=1e-3
         )
+
+
+def test_eora_makes_up_for_more_of_what_layers_put_out_than_loftq(shelf, tmp_path):
+    """On the calibration tokens' inputs, layer by layer; the reference is the weighted truncation written out here."""
+    quantize(shelf("L1"), tmp_path / "w3", bits=3, group_size=8)
+    text = {"data": str(ids_file(tmp_path / "ids.jsonl")), "samples": 8, "length": 24}
+    options = {"r": 4, "alpha": 6, "original": shelf("L1")}
+    attach(tmp_path / "w3", tmp_path / "loftq", init="loftq", **options)
+    attach(tmp_path / "w3", tmp_path / "eora", init="eora", calibration=text, **options)
+    original, rounded = read(shelf("L1")), dense_view(open_checkpoint(tmp_path / "w3"))
+    tokens = text_model(open_checkpoint(tmp_path / "w3"), rounded.shapes["model.embed_tokens.weight"][0], 128)
+    blocks = calibration_text(CalibrationSettings.model_validate(text), tokens).blocks
+    inputs = {}
+    model = stock(shelf("L1"))
+
+    def keep(path):
+        return lambda module, x: inputs.setdefault(path, []).append(x[0].flatten(0, -2).double())
+
+    plain, weighted = deltas(tmp_path / "loftq"), deltas(tmp_path / "eora")
+    for path in plain:
+        model.get_submodule(path).register_forward_pre_hook(keep(path))
+    with torch.no_grad():
+        model(torch.from_numpy(blocks.ids))
+    assert set(plain) == set(weighted)
+    for path, delta in weighted.items():
+        E = original[f"{path}.weight"].double() - rounded.read(f"{path}.weight").double()
+        X = torch.cat(inputs[path])
+        left = [float((X @ (E - d).T).norm()) for d in (delta, plain[path])]
+        best = torch.linalg.svdvals(E @ torch.linalg.cholesky(X.T @ X + 1e-9 * torch.eye(X.shape[1]).double()))[4:]
+        assert left[0] <= left[1] * (1 + 1e-6), path
+        assert left[0] == pytest.approx(float(best.norm()), rel=2e-2), path
 
 
 def test_attach_refuses_what_cannot_be(shelf, tmp_path):

@@ -515,3 +515,16 @@ def test_f15_a_change_that_would_vanish_is_refused_and_the_right_order_keeps_it(
     assert gain(bnb_nf4(merged)) > 0.7 and gain(bnb_nf4(onto)) < 0.2
     record = receipt["tensors"][name]["survives_requantizing"]
     assert record == pytest.approx(gain(bnb_nf4(onto)), abs=0.02)
+
+
+def test_f15_what_qlora_trained_is_merged_from_the_quantized_checkpoint_in_one_recipe(tmp_path):
+    """An NF4 checkpoint and its adapter: the steps dequantize and lora.merge give the unmerged pair's logits."""
+    model = make("L1", tmp_path / "model", "float32")
+    run({"model": str(model), "steps": [{"nf4": {}}], "output": str(tmp_path / "nf4")})
+    run({"model": str(tmp_path / "nf4"), "steps": [{"dequantize": {}}], "output": str(tmp_path / "dense")})
+    adapter = trained(tmp_path / "dense", tmp_path / "adapter", target_modules=["q_proj", "down_proj"])
+    steps = [{"dequantize": {}}, {"lora.merge": {"adapter": str(adapter)}}]
+    done = run({"model": str(tmp_path / "nf4"), "steps": steps, "output": str(tmp_path / "out")})
+    assert_same(logits(tmp_path / "out"), live(tmp_path / "dense", adapter))
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    assert len(done.manifest["receipts"]) == 2
