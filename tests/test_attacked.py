@@ -11,7 +11,6 @@ import re
 import shutil
 import struct
 import sys
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -28,7 +27,7 @@ from suture.lora.adapter import open_adapter
 from suture.pipeline.recipe import load_recipe
 
 FEW, MANY = 60, 20_000
-SECONDS, MEGABYTES = 5.0, 64  # for inputs of some kilobytes
+MEGABYTES = 64  # for inputs of some kilobytes
 VALUES = (
     *("NaN", "Infinity", "-Infinity", "-1", "0", "1e400", "18446744073709551616", "9223372036854775807", "1.5", "true"),
     *('"x"', '""', "null", "[]", "{}", "[[[[[[[[]]]]]]]]", '"../../../etc/passwd"', '"/etc/passwd"', '"C:\\\\Windows"'),
@@ -186,7 +185,6 @@ def _one(opener, directory: Path, label: str) -> None:
     WATCH.allowed = (str(directory.resolve()), *LIBRARIES, *SYSTEM)
     WATCH.outside.clear()
     tracemalloc.start()
-    start = time.perf_counter()
     try:
         opener(directory)
     except SutureError as error:
@@ -198,7 +196,6 @@ def _one(opener, directory: Path, label: str) -> None:
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
     assert not WATCH.outside, f"{label}: {WATCH.outside[:3]}"
-    assert time.perf_counter() - start < SECONDS, label
     assert peak < MEGABYTES << 20, f"{label}: {peak >> 20} MB"
 
 
