@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-SOURCES := $(shell find . \( -name '*.py' -o -name '*.yaml' -o -name 'schema.json' \) \
+SOURCES := $(shell find . \( -name '*.py' -o -name '*.yaml' -o -name 'schema.json' -o -name '*.j2' \) \
 	-not -path './$(VENV)/*' -not -path './build/*' -not -path './tests/*' -not -path './out/*')
 
 .PHONY: demo test install lint clean

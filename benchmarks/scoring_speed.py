@@ -1,10 +1,11 @@
 """Tokens per second of scoring against a bare transformers forward at the same batch, and what KL divergence adds.
 
-usage: python benchmarks/scoring_speed.py MODEL [--windows 4] [--length 512] [--rounds 2] [--threads 1]
+usage: python benchmarks/scoring_speed.py MODEL [--candidate MODEL] [--windows 4] [--length 512] [--rounds 2] [--threads 1]
 
 All in one process, taking turns: a forward of stock transformers in float32 with nothing done to its logits; `score`,
 which also reduces the logits to losses; `score` of two models; `compare_tokens` of the same two, which adds divergences,
-agreement and flips. Reading the weights is not counted for any of them.
+agreement and flips. Reading the weights is not counted for any of them. The candidate should be another model, such as a
+quantized output of the first: of a model and itself every divergence is 0, which is a little less work.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from suture.calibrate.skeleton import Skeleton, open_skeleton
+from suture.calibrate.skeleton import Skeleton
 from suture.checkpoint.reader import open_checkpoint
+from suture.quant.decode import open_decoded
 from suture.report.score import compare_tokens, score
 from suture.report.windows import rolling_windows
 
@@ -54,6 +56,7 @@ def main() -> None:
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("model")
+    parser.add_argument("--candidate")
     parser.add_argument("--windows", type=int, default=4)
     parser.add_argument("--length", type=int, default=512)
     parser.add_argument("--rounds", type=int, default=2)
@@ -62,7 +65,8 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     checkpoint = open_checkpoint(given.model)
     model = AutoModelForCausalLM.from_pretrained(str(checkpoint.path), dtype=torch.float32).eval()
-    first, second = open_skeleton(checkpoint), open_skeleton(checkpoint)
+    device = torch.device("cpu")
+    first, second = (open_decoded(c, device) for c in (checkpoint, open_checkpoint(given.candidate or given.model)))
     drawn = np.random.default_rng(0).integers(0, model.config.vocab_size, (given.windows, given.length))
     plan = rolling_windows(drawn.tolist(), window=given.length)
     ids = torch.from_numpy(drawn)

@@ -16,14 +16,15 @@ from ..quant.decode import open_decoded
 from ..report.document import SCHEMA_VERSION, Report, framed, make_report, write_report
 from ..report.page import render
 from .costs import cost_of
+from .generation_runs import plan_generation, refuse_models_beyond_memory, run_generation
 from .plan import choose_device
 from .progress import Progress, Silent
-from .recipe import Recipe, ReportSettings, load_recipe, make_recipe
+from .recipe import CalibrationSettings, Recipe, ReportSettings, load_recipe, make_recipe
 from .run import Run
 from .run import run as _run
 from .scoring import score_set
 from .task_runs import plan_tasks, run_tasks
-from .texts import Evaluation, TextModel, evaluation_text, text_model
+from .texts import Calibration, Evaluation, TextModel, calibration_text, evaluation_text, leakage, text_model
 from .timing import time_models
 
 
@@ -116,29 +117,38 @@ def compare(
     text = text_model(checkpoints["base"], rows["base"], min((n for n in contexts if n is not None), default=None))
     evaluations = [evaluation_text(one, text) for one in wanted.all_sets()]
     _same_tokens(checkpoints["candidate"], text, wanted, evaluations)
-    tasks = plan_tasks(wanted.tasks, text)
+    tasks, asked = plan_tasks(wanted.tasks, text), plan_generation(wanted.generation, text)
+    if asked:
+        refuse_models_beyond_memory(skeletons.values())
     record = _manifest(checkpoints["candidate"])
-    calibration = record.get("calibration")
+    sets = [
+        score_set(
+            evaluation,
+            skeletons["base"],
+            skeletons["candidate"],
+            progress.track,
+            fidelity=wanted.fidelity,
+            level=wanted.level,
+        )
+        for evaluation in evaluations
+    ]
+    scored = run_tasks(tasks, skeletons["base"], skeletons["candidate"], progress.track, level=wanted.level)
+    before, after = checkpoints["base"].path, checkpoints["candidate"].path
+    generation, samples = run_generation(
+        asked, before, after, choose_device(device), progress.track, level=wanted.level
+    )
     report = make_report(
         base=checkpoints["base"],
         candidate=checkpoints["candidate"],
-        sets=[
-            score_set(
-                evaluation,
-                skeletons["base"],
-                skeletons["candidate"],
-                progress.track,
-                fidelity=wanted.fidelity,
-                level=wanted.level,
-            )
-            for evaluation in evaluations
-        ],
+        sets=sets,
         level=wanted.level,
         margin=wanted.margin,
-        tasks=run_tasks(tasks, skeletons["base"], skeletons["candidate"], progress.track, level=wanted.level),
+        tasks=scored,
+        generation=generation,
+        samples=samples,
         cost=cost_of(checkpoints["base"], checkpoints["candidate"], wanted.gpus),
-        warnings=[note for evaluation in evaluations for note in _same_text(calibration, evaluation)],
-        calibration=calibration,
+        warnings=_leaks(record, text, evaluations),
+        calibration=record.get("calibration"),
         modules=record.get("modules", {}),
         receipts=record.get("receipts", []),
         steps=[("compare", {"candidate": checkpoints["candidate"].source})],
@@ -223,7 +233,36 @@ def _manifest(checkpoint: Checkpoint) -> dict[str, Any]:
     return read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).is_file() else {}
 
 
-def _same_text(calibration: Mapping[str, Any] | None, evaluation: Evaluation) -> tuple[str, ...]:
-    if calibration is None or calibration["content_sha256"] != evaluation.documents.sha256:
-        return ()
-    return (f"the candidate was calibrated on this very text ({evaluation.documents.source}): the result is flattered",)
+def _leaks(record: Mapping[str, Any], text: TextModel, evaluations: Sequence[Evaluation]) -> list[str]:
+    """Warnings when the candidate was calibrated on text that scores it: the same, shared documents, shared 13-grams.
+
+    The calibration text is read again from where the manifest says; when it is not there, only its hash is compared.
+    """
+    described = record.get("calibration")
+    if described is None:
+        return []
+    known = _calibration(record["recipe"].get("calibration") or {}, described, text)
+    notes: list[str] = []
+    for evaluation in evaluations:
+        if described["content_sha256"] == evaluation.documents.sha256:
+            source = evaluation.documents.source
+            notes.append(f"the candidate was calibrated on this very text ({source}): the result is flattered")
+        elif known is not None:
+            notes += leakage(known, evaluation)
+    if known is None and not notes:
+        notes.append(
+            f"the candidate's calibration text ({described['source']}) is not here as it was: whether it shares passages "
+            "with the evaluation was not checked"
+        )
+    return notes
+
+
+def _calibration(settings: Mapping[str, Any], described: Mapping[str, Any], text: TextModel) -> Calibration | None:
+    """The calibration blocks that a manifest tells of; None when they cannot be had again without the network."""
+    if str(settings.get("data", "hf:")).startswith("hf:"):
+        return None
+    try:
+        found = calibration_text(CalibrationSettings.model_validate(settings), text)
+    except (SutureError, ValueError):
+        return None
+    return found if found.blocks.sha256 == described["tokens_sha256"] else None

@@ -5,11 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
+
 from ..calibrate.blueprint import blueprint_of
 from ..checkpoint.reader import Checkpoint
 from ..quant.decode import unquantized
-from ..report.budgets import cache_numbers_per_token, weight_flops
+from ..quant.scheme import STORAGE
+from ..report.budgets import weight_flops
 from ..report.cost import GPU, GPUS, cost_section
+from .cache import measure_cache
 
 
 def cost_of(base: Checkpoint, candidate: Checkpoint, gpus: Mapping[str, tuple[float, float]]) -> dict[str, Any]:
@@ -20,18 +24,20 @@ def cost_of(base: Checkpoint, candidate: Checkpoint, gpus: Mapping[str, tuple[fl
 
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     model = blueprint_of(unquantized(checkpoint.config), checkpoint.source)
-    table = 0  # an embedding of its own is not read whole: one row a token
+    table, dtype = 0, torch.bfloat16  # an embedding of its own is not read whole: one row a token
     by_dtype: dict[str, int] = {}
     for name, info in checkpoint.tensors.items():
         by_dtype[info.dtype] = by_dtype.get(info.dtype, 0) + info.nbytes
-        if not model.tied and name.endswith(("embed_tokens.weight", "embed_in.weight", "wte.weight")):
-            table += info.nbytes
+        if name.endswith(("embed_tokens.weight", "embed_in.weight", "wte.weight")):
+            dtype = STORAGE.get(info.dtype, dtype)
+            table += 0 if model.tied else info.nbytes
+    cache = measure_cache(checkpoint.config, dtype)
     return {
         "bytes_by_dtype": dict(sorted(by_dtype.items())),
         "bytes_read": checkpoint.nbytes - table,
         "flops_per_token": weight_flops(model),
         "cache": {
-            "bytes_per_token": 2 * cache_numbers_per_token(model),
-            "how": "counted from the config at 16 bits",
+            "bytes_per_token": cache.bytes_per_token,
+            "how": f"counted in a live {cache.kind} of {cache.dtype} that stock transformers filled",
         },
     }

@@ -25,6 +25,7 @@ from ..checkpoint.source import TensorSource
 from ..checkpoint.staging import check_output, partial_of
 from ..checkpoint.writer import ShardPlan, plan_shards
 from ..quant.decode import dense_view
+from .generation_runs import GenerationPlan, plan_generation, refuse_models_beyond_memory
 from .recipe import Recipe
 from .step import Prepared, StepKind, planned_output
 from .steps import STEPS
@@ -66,6 +67,7 @@ class Plan:
     calibration: Calibration | None
     evaluations: tuple[Evaluation, ...]  # the main one first
     tasks: tuple[TaskPlan, ...]
+    generation: tuple[GenerationPlan, ...]
     device: torch.device
     batch: int
     estimate: Estimate
@@ -108,8 +110,11 @@ def make_plan(
     calibration = calibration_text(recipe.calibration, text) if recipe.calibration and needy else None
     evaluations = tuple(evaluation_text(one, text) for one in recipe.report.all_sets()) if recipe.report else ()
     _refuse_dropped_tokens(steps, calibration, evaluations)
-    if recipe.report and recipe.report.tasks:
+    if recipe.report and (recipe.report.tasks or recipe.report.generation):
         _refuse_tasks_of_other_tokens(steps, skeleton)
+    if recipe.report and recipe.report.generation:
+        _refuse_answers_of_what_stock_does_not_load(steps)
+        refuse_models_beyond_memory([skeleton])
     chosen = choose_device(device)
     batch = max(1, _BATCH_TOKENS // calibration.blocks.ids.shape[1]) if calibration else 1
     estimate = _estimate(recipe, checkpoint, skeleton, steps, calibration, batch)
@@ -124,6 +129,7 @@ def make_plan(
         calibration=calibration,
         evaluations=evaluations,
         tasks=plan_tasks(recipe.report.tasks, text) if recipe.report else (),
+        generation=plan_generation(recipe.report.generation, text) if recipe.report else (),
         device=chosen,
         batch=batch,
         estimate=estimate,
@@ -199,8 +205,17 @@ def _refuse_tasks_of_other_tokens(steps: Sequence[PlannedStep], skeleton: Skelet
         skeleton.source.shapes[name][0],
     ):
         raise SutureError(
-            "report.tasks: the recipe changes the vocabulary, and tasks need the same one before and after",
-            "remove tasks from the recipe",
+            "report: the recipe changes the vocabulary, and tasks need the same one before and after",
+            "remove tasks and generation from the recipe",
+        )
+
+
+def _refuse_answers_of_what_stock_does_not_load(steps: Sequence[PlannedStep]) -> None:
+    reason = steps[-1].prepared.not_stock
+    if reason:
+        raise SutureError(
+            f"report.generation: answers come from stock transformers, which is not asked to load the output: {reason}",
+            "remove generation from the recipe, or compare with `suture report` where it loads",
         )
 
 

@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal, get_args
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..checkpoint.errors import SutureError, did_you_mean
+from ..report.generation import Match
 from ..report.tasks import Form
 from .step import StepKind, always, never
 from .steps import STEPS
@@ -79,6 +80,45 @@ class TaskSettings(_Strict):
     limit: int | None = Field(None, ge=1, description="the first so many items")
 
 
+class GenerationSettings(_Strict):
+    """A task answered in words, from a local file. Answers are compared as text and never run."""
+
+    name: str | None = Field(None, min_length=1, description="what the report calls it; default: the file's name")
+    data: str = Field(min_length=1, description="a file (.jsonl, .jsonl.gz, .json, .parquet) or hf:OWNER/NAME:SPLIT")
+    template: str | None = Field(
+        None,
+        min_length=1,
+        description="the prompt made of columns: 'Q: {question}'; default: the prompt column as it is",
+    )
+    match: Match = Field("exact", description="the answer equals a right one, or contains it; capitals do not count")
+    extract: str | None = Field(
+        None, min_length=1, description="regular expression whose last match, or its first group, is the answer"
+    )
+    samples: int = Field(1, ge=1, description="answers per item")
+    temperature: float = Field(0.0, ge=0, description="0: greedy; above: sampled from the whole distribution")
+    k: list[Annotated[int, Field(ge=1)]] = Field(
+        default_factory=lambda: [1], min_length=1, description="pass@k: that one of k answers is right"
+    )
+    max_new_tokens: int = Field(64, ge=1, description="tokens of an answer, at most")
+    stop: list[Annotated[str, Field(min_length=1)]] = Field(
+        default_factory=list, description="strings that end an answer"
+    )
+    seed: int = Field(0, ge=0, description="of the sampling; both models draw with the same numbers")
+    limit: int | None = Field(None, ge=1, description="the first so many items")
+
+    @model_validator(mode="after")
+    def _samples_that_differ(self) -> GenerationSettings:
+        if self.samples > 1 and self.temperature == 0:
+            raise ValueError("samples: greedy answers are all the same; set a temperature above 0, such as 0.8")
+        if max(self.k) > self.samples:
+            raise ValueError(f"k: pass@{max(self.k)} needs at least as many samples; there are {self.samples}")
+        try:
+            re.compile(self.extract or "")
+        except re.error as error:
+            raise ValueError(f"extract: {self.extract!r} is no regular expression: {error}") from None
+        return self
+
+
 class ReportSettings(SetSettings):
     """What the report measures. Several texts: a list of them, or more under `sets`."""
 
@@ -108,6 +148,9 @@ class ReportSettings(SetSettings):
         return content
 
     tasks: list[TaskSettings] = Field(default_factory=list, description="multiple choice and cloze by log-likelihood")
+    generation: list[GenerationSettings] = Field(
+        default_factory=list, description="tasks answered in words by stock transformers, which holds one whole model"
+    )
     gpus: dict[str, tuple[float, float]] = Field(
         default_factory=dict, description="more rows of the roofline: name -> [bytes per second, FLOPs per second]"
     )
@@ -303,7 +346,10 @@ def _relative_to(recipe: Recipe, directory: Path) -> Recipe:
         if text is not None:
             changes[key] = _placed(directory, text)
     if recipe.report is not None:
-        more = {key: [_placed(directory, text) for text in getattr(recipe.report, key)] for key in ("sets", "tasks")}
+        more = {
+            key: [_placed(directory, text) for text in getattr(recipe.report, key)]
+            for key in ("sets", "tasks", "generation")
+        }
         changes["report"] = changes["report"].model_copy(update={key: found for key, found in more.items() if found})
     changes["steps"] = [
         {name: _paths_from(directory, settings, STEPS[name].paths)}

@@ -16,7 +16,7 @@ from ..checkpoint.manifest import (
 )
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import Staging, write_whole
-from ..report.document import REPORT_FILES
+from ..report.document import REPORT_FILES, SAMPLES
 from .cache import CacheSize
 from .plan import Plan, PlannedStep
 from .step import StepResult
@@ -39,7 +39,7 @@ def side_files_of(plan: Plan) -> set[str]:
 
 def superseded() -> frozenset[str]:
     """Files of an earlier suture output that speak of that output."""
-    return frozenset({MANIFEST, README, *REPORT_FILES})  # the card that is not suture's gets another name
+    return frozenset({MANIFEST, README, *REPORT_FILES, SAMPLES})  # the card that is not suture's gets another name
 
 
 def write_manifest(

@@ -13,10 +13,11 @@ from ..checkpoint.staging import Staging, write_whole
 from ..quant.decode import open_decoded
 from ..quant.scheme import STORAGE
 from ..report.card import KEPT, card, is_ours
-from ..report.document import REPORT_FILES, Report, make_report, write_report
+from ..report.document import REPORT_FILES, SAMPLES, Report, make_report, write_report
 from ..report.windows import Windows
 from .cache import CacheSize, measure_cache
 from .costs import cost_of
+from .generation_runs import run_generation
 from .plan import Plan, tokens_after
 from .progress import Progress
 from .run_manifest import README, config_edits, plain_sizes
@@ -57,7 +58,7 @@ def report_of(
     cache: dict[str, CacheSize] | None,
     progress: Progress,
 ) -> Report | None:
-    for name in REPORT_FILES:  # of the run that is resumed, whose report may have been another
+    for name in (*REPORT_FILES, SAMPLES):  # of the run that is resumed, whose report may have been another
         for stale in (staging.model / name, staging.model / f"{name}.tmp"):
             stale.unlink(missing_ok=True)
     wanted = plan.recipe.report
@@ -81,6 +82,15 @@ def report_of(
         for evaluation in plan.evaluations
     ]
     tasks = run_tasks(plan.tasks, base, candidate, progress.track, level=wanted.level, budget=budget, staging=staging)
+    generation, samples = run_generation(
+        plan.generation,
+        plan.checkpoint.path,
+        staging.model,
+        plan.device,
+        progress.track,
+        level=wanted.level,
+        staging=staging,
+    )
     report = make_report(
         base=plan.checkpoint,
         candidate=written,
@@ -89,6 +99,8 @@ def report_of(
         level=wanted.level,
         margin=wanted.margin,
         tasks=tasks,
+        generation=generation,
+        samples=samples,
         cost=cost_of(plan.checkpoint, written, wanted.gpus),
         warnings=plan.warnings,
         calibration=plan.calibration.describe() if plan.calibration else None,

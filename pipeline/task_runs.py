@@ -11,7 +11,6 @@ from ..calibrate.documents import read_rows
 from ..calibrate.skeleton import Skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.staging import Staging
-from ..report.pairs import holm
 from ..report.score import compare_tokens
 from ..report.tasks import Item, answers, compare_answers, read_items, request_windows
 from ..report.windows import Windows
@@ -56,7 +55,7 @@ def run_tasks(
     budget: int = 4 << 30,
     staging: Staging | None = None,
 ) -> list[dict[str, Any]]:
-    """The report's `tasks`, with p-values adjusted over all of them (Holm)."""
+    """The report's `tasks`."""
     rows: list[dict[str, Any]] = []
     for plan in plans:
         windows = plan.windows
@@ -71,6 +70,4 @@ def run_tasks(
             for model in ("base", "candidate")
         ]
         rows += compare_answers(plan.name, plan.items, *found, level=level, protocol=plan.protocol)
-    for row, p in zip(rows, holm([row["paired"]["p_mid"] for row in rows]), strict=True):
-        row["paired"]["p_holm"] = p
     return rows

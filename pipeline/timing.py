@@ -5,14 +5,17 @@ from __future__ import annotations
 import contextlib
 import io
 import platform
+import subprocess
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from ..report.latency import LatencyRatio, measure, summary
+from .stock import load_stock
 
 PROMPT, NEW_TOKENS = 128, 16  # tokens
 
@@ -27,11 +30,11 @@ def time_models(
 
 
 def _timed(base: Path, candidate: Path, device: torch.device, prompt: int, new: int, blocks: int) -> dict[str, Any]:
-    models = {"base": _load(base, device), "candidate": _load(candidate, device)}
+    models = {"base": load_stock(base, device), "candidate": load_stock(candidate, device)}
     vocabulary = int(models["base"].get_input_embeddings().num_embeddings)
     ids = torch.randint(0, vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
     rows = []
-    for name, work, tokens in (("prefill", _prefill, prompt), ("decode", _decode, new)):
+    for name, work, tokens in (("prefill", _prefill, prompt), ("decode", decoding, new)):
         timed = [_timer(work, model, ids, new, device) for model in models.values()]
         rows.append(_row(name, measure(*timed, blocks=blocks), tokens))
     return {
@@ -41,22 +44,16 @@ def _timed(base: Path, candidate: Path, device: torch.device, prompt: int, new: 
         "dtype": {name: str(model.dtype).removeprefix("torch.") for name, model in models.items()},
         "note": "transformers' kernels: on a CPU, packed weights are made dense first, so this says nothing of fast ones",
         "measurements": rows,
-        "peak_memory": _peak(models, ids, new, device),
+        "peak_memory": _peak(models, ids, new, device)
+        or _peak_of_processes({"base": base, "candidate": candidate}, prompt, new),
     }
-
-
-def _load(path: Path, device: torch.device) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    loaded: Any = AutoModelForCausalLM.from_pretrained(str(path), dtype="auto", local_files_only=True)
-    return loaded.to(device).eval()
 
 
 def _prefill(model: Any, ids: torch.Tensor, new: int) -> Callable[[], None]:
     return lambda: model(ids, use_cache=True, logits_to_keep=1)
 
 
-def _decode(model: Any, ids: torch.Tensor, new: int) -> Callable[[], None]:
+def decoding(model: Any, ids: torch.Tensor, new: int) -> Callable[[], None]:
     """`new` steps after a prefill that is not timed; the cache is cut back before each run."""
     first = model(ids, use_cache=True, logits_to_keep=1)
     cache, start = first.past_key_values, first.logits[:, -1:].argmax(dim=2)
@@ -108,14 +105,40 @@ def _row(name: str, found: LatencyRatio, tokens: int) -> dict[str, Any]:
     }
 
 
-def _peak(models: dict[str, Any], ids: torch.Tensor, new: int, device: torch.device) -> dict[str, int] | None:
+_ALONE = """
+import resource, sys, torch
+from pathlib import Path
+from suture.pipeline.stock import load_stock
+from suture.pipeline.timing import decoding
+model = load_stock(Path(sys.argv[1]), torch.device("cpu"))
+with torch.no_grad():
+    decoding(model, torch.zeros((1, int(sys.argv[2])), dtype=torch.int64), int(sys.argv[3]))()
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+"""
+
+
+def _peak_of_processes(models: Mapping[str, Path], prompt: int, new: int) -> dict[str, Any] | None:
+    """Bytes resident at the peak of a process that loads one model and decodes; None where it cannot be run."""
+    found: dict[str, Any] = {}
+    for name, path in models.items():
+        command = [sys.executable, "-c", _ALONE, str(path.absolute()), str(prompt), str(new)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            return None
+        found[name] = int(done.stdout.split()[-1])
+    return found | {
+        "how": "resident in a fresh process that loads the model and decodes, Python and libraries included"
+    }
+
+
+def _peak(models: dict[str, Any], ids: torch.Tensor, new: int, device: torch.device) -> dict[str, Any] | None:
     """Bytes at the peak of prefill and decoding, each model's beyond what both hold; None where nothing counts them."""
     if device.type != "cuda":
         return None
-    found = {}
+    found: dict[str, Any] = {"how": "allocated on the device during prefill and decoding, weights included"}
     for name, model in models.items():
         others = torch.cuda.memory_allocated(device) - sum(p.nbytes for p in (*model.parameters(), *model.buffers()))
         torch.cuda.reset_peak_memory_stats(device)
-        _decode(model, ids, new)()
+        decoding(model, ids, new)()
         found[name] = int(torch.cuda.max_memory_allocated(device) - others)
     return found

@@ -145,7 +145,7 @@ def _eval_results(content: Mapping[str, Any]) -> list[Any]:
                     metric_args=_interval(row),
                 )
             )
-    for task in content.get("tasks", []):
+    for task in [*content["tasks"], *content["generation"]]:
         found.append(
             EvalResult(
                 task_type="text-generation",

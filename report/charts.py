@@ -143,7 +143,7 @@ def pareto(title: str, rows: Sequence[tuple[Estimate, float]]) -> str:
     values = [math.log10(x) for e, _ in shown for x in (e.value, e.low, e.high) if x is not None and 0 < x < math.inf]
     span = (max(sizes) - min(sizes)) or max(sizes)
     across = _Scale(min(sizes) - 0.12 * span, max(sizes) + 0.12 * span, 44, _RIGHT)
-    low, high = math.floor(min(values) * 2) / 2, math.ceil(max(values) * 2) / 2
+    low, high = math.floor(min(values) * 2 - 0.6) / 2, math.ceil(max(values) * 2) / 2  # a label's room below the lowest
     top, bottom = 10, 210
     up = _Scale(low, high if high > low else low + 1, bottom, top)
     best = pareto_front([(size, e.value) for e, size in shown])
@@ -167,7 +167,7 @@ def pareto(title: str, rows: Sequence[tuple[Estimate, float]]) -> str:
             f"<title>{escape(e.label)}: {escape(e.text)}, {bytes_text(size)}</title></circle>"
         )
         side = x < 250  # above a point the front leaves to the right, below it comes from the left
-        at = y - 8 if side else y + 17
+        at = y - 8 if side or y + 20 > bottom else y + 17
         while any(abs(at - b) < 13 and abs(x - a) < 130 for a, b in labels):
             at += 13
         labels.append((x, at))
@@ -312,7 +312,7 @@ def _axis(scale: _Scale, y: float, ticks: Sequence[float], label: object) -> lis
         x = scale(tick)
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{y}" y2="{y + 4}"/>')
         text = label(tick)  # type: ignore[operator]
-        half = 3.4 * len(text)
+        half = 3.9 * len(text)
         centre = min(max(x, half), WIDTH - half)
         if centre - half > taken:
             parts.append(_text(centre, y + 18, text, "middle soft"))

@@ -2,7 +2,8 @@
 
 `report.json` follows `report/schema.json`; `report.html` and `report.md` are made from it alone. `report-tokens.npy`
 holds what was measured of every scored token, from which each interval can be computed again (of bits per byte: with
-the texts' bytes). Nothing in them depends on the time or the place of the run.
+the texts' bytes); `report-samples.jsonl` every answer that was generated. Nothing in them depends on the time or the
+place of the run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import write_whole
 from .clusters import ClusterMean, Paired, Perplexity, paired
 from .fidelity import summarize
-from .figures import figure_text
+from .figures import figure_text, interval_text, number_text
 from .layers import layer_lines, layers_section
 from .page import metric, render
 from .pairs import holm
@@ -33,6 +34,7 @@ from .windows import Windows
 
 SCHEMA_VERSION = "1.2"
 REPORT_FILES = ("report.json", "report.md", "report.html", "report-tokens.npy")
+SAMPLES = "report-samples.jsonl"  # only with generation
 METHOD = "delete-one-cluster jackknife on the log scale, t with G-1 degrees of freedom"
 METHOD_PER_BYTE = "delete-one-cluster jackknife of bits over bytes, t with G-1 degrees of freedom"
 
@@ -56,6 +58,9 @@ class Report:
     perplexity: Paired  # on the main text
     content: dict[str, Any]  # report.json
     latency: dict[str, Any] | None = field(default=None, kw_only=True)  # latency.json; no second run gives the same
+    samples: tuple[Mapping[str, Any], ...] = field(
+        default=(), kw_only=True
+    )  # every answer of `generation`, base's and own
     tokens: npt.NDArray[Any]  # per scored token: set, document, nll_base, nll_candidate, ... (`fidelity.TOKEN_FIELDS`)
 
     def to_markdown(self) -> str:
@@ -91,6 +96,8 @@ def make_report(
     margin: float = 0.02,
     name: str | None = None,
     tasks: Sequence[Mapping[str, Any]] = (),
+    generation: Sequence[Mapping[str, Any]] = (),
+    samples: Sequence[Mapping[str, Any]] = (),
     cost: Mapping[str, Any] | None = None,
     kv_cache: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> Report:
@@ -120,14 +127,22 @@ def make_report(
         "fidelity": main["fidelity"],
         "noise_floor": main["noise_floor"],
         "sets": rows[1:],
-        "tasks": list(tasks),
+        **_adjusted(tasks, generation),
         "cost": None if cost is None else dict(cost),
         "sizes": _sizes(base, candidate, modules, parameters),
         "layers": layers_section(modules, receipts),
         "kv_cache": None if kv_cache is None else {when: dict(size) for when, size in kv_cache.items()},
         "warnings": list(dict.fromkeys([*(warning for row in rows for warning in row.pop("warnings")), *warnings])),
     }
-    return Report(pairs[0], content, _sidecar(sets))
+    return Report(pairs[0], content, _sidecar(sets), samples=tuple(samples))
+
+
+def _adjusted(tasks: Sequence[Mapping[str, Any]], generation: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Both sections with their p-values adjusted together (Holm)."""
+    rows = [*tasks, *generation]
+    adjusted = holm([row["paired"].get("p", row["paired"].get("p_mid")) for row in rows])
+    made = [dict(row) | {"paired": dict(row["paired"]) | {"p_holm": p}} for row, p in zip(rows, adjusted, strict=True)]
+    return {"tasks": made[: len(tasks)], "generation": made[len(tasks) :]}
 
 
 def _pair(scored: ScoredSet, level: float) -> Paired:
@@ -213,6 +228,9 @@ def write_report(report: Report, directory: Path) -> None:
     content = json.loads(to_json(report.content))
     pages = (markdown(content).encode(), render([content], [report.latency]).encode())
     contents = (to_json(report.content), *pages, buffer.getvalue())
+    if report.samples:
+        lines = [json.dumps(sample, ensure_ascii=False) for sample in report.samples]
+        write_whole(directory / SAMPLES, ("\n".join(lines) + "\n").encode())
     if report.latency is not None:
         write_whole(directory / "latency.json", to_json(report.latency))
     for name, content in zip(REPORT_FILES, contents, strict=True):
@@ -366,6 +384,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         lines.append(f"| bits per quantized weight, scales included | | {sizes['bits_per_quantized_weight']} |")
     lines += _fidelity_lines(content)
     lines += _set_lines(content["sets"])
+    lines += _task_lines(content)
     lines += ["", f"Intervals: {ratio['method']}; a cluster is one {ratio['cluster']}.", "", "## Protocol", ""]
     lines += [f"- {key}: `{value}`" for key, value in protocol.items()]
     if content["calibration"]:
@@ -402,6 +421,26 @@ def _set_lines(sets: Sequence[Mapping[str, Any]]) -> list[str]:
             f"| {row['name']} | {_shown(ratio)} | {row['verdict']['word']} | {protocol['id']}, window "
             f"{protocol['window']}, {protocol['n_scored']} tokens |"
         )
+    return lines
+
+
+def _task_lines(content: Mapping[str, Any]) -> list[str]:
+    rows = [*content["tasks"], *content["generation"]]
+    if not rows:
+        return []
+    lines = ["", "| task | items | base | candidate | difference | p, Holm |", "|---|---|---|---|---|---|"]
+    for row in rows:
+        models = [figure_text(row[model], percent=True) for model in ("base", "candidate")]
+        pair = row["paired"]
+        difference = interval_text(pair["difference"], pair["ci"], percent=True)
+        cells = [
+            f"{row['name']}, {row['metric']}",
+            str(row["n_items"]),
+            *models,
+            difference,
+            number_text(pair["p_holm"], 2),
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

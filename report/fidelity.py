@@ -55,13 +55,14 @@ def token_fidelity(p: Tensor, q: Tensor, targets: Tensor) -> dict[str, Tensor]:
     """
     log_p, log_q = torch.log_softmax(p, dim=1), torch.log_softmax(q, dim=1)
     right = targets[:, None]
+    kl, reverse = _divergences(log_p, log_q)
     top_p, guess_p = log_p.max(dim=1)
     guess_q = log_q.argmax(dim=1)
     return {
         "nll_base": -log_p.gather(1, right)[:, 0],
         "nll_candidate": -log_q.gather(1, right)[:, 0],
-        "kl": _divergence(log_p, log_q),
-        "kl_reverse": _divergence(log_q, log_p),
+        "kl": kl,
+        "kl_reverse": reverse,
         "top_p_base": top_p.exp(),
         "same_top": guess_p == guess_q,
         "right_base": guess_p == targets,
@@ -69,17 +70,35 @@ def token_fidelity(p: Tensor, q: Tensor, targets: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _divergence(log_p: Tensor, log_q: Tensor) -> Tensor:
-    """KL(p||q) [n] of log-probabilities [n, V], by the form without cancellation where p and q are near each other."""
+def _divergences(log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor]:
+    """KL(p||q) and KL(q||p), each [n], of log-probabilities [n, V].
+
+    With e = exp(-d) - 1 the terms of the form without cancellation are p (d + e) and -p (d + e + e d): one exponential
+    for both. It holds where |d| <= 1; the few entries beyond, and where both are -inf, are gathered and done by themselves.
+    """
     d = log_p - log_q
-    d = torch.where(log_p == log_q, torch.zeros((), device=d.device), d)  # also both -inf
-    near = d.clamp(-1, 1)
-    second_order = near + torch.expm1(-near)
+    far = (~(d.abs() <= 1)).view(-1).nonzero()[:, 0]  # NaN, from two -inf, is not <= 1 either
+    if len(far):
+        d.view(-1)[far] = 0
     p = log_p.exp()
-    if bool((near == d).all()):
-        return (p * second_order).sum(dim=1)
-    far = torch.where(p == 0, torch.zeros((), device=d.device), p * d) - p + log_q.exp()
-    return torch.where(near == d, p * second_order, far).sum(dim=1)
+    e = torch.expm1(-d)
+    second_order = d + e
+    forward = (p * second_order).sum(dim=1)
+    reverse = -(p * e.mul_(d).add_(second_order)).sum(dim=1)
+    if len(far):
+        row = far // log_p.shape[1]
+        log_p, log_q = log_p.reshape(-1)[far], log_q.reshape(-1)[far]
+        forward.index_add_(0, row, _far_terms(log_p, log_q))
+        reverse.index_add_(0, row, _far_terms(log_q, log_p))
+    return forward, reverse
+
+
+def _far_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """p d - p + q of single entries; 0 where both are impossible."""
+    p, d = log_p.exp(), log_p - log_q
+    zero = torch.zeros((), device=d.device)
+    terms = torch.where(p == 0, zero, p * d) - p + log_q.exp()
+    return torch.where(log_p == log_q, zero, terms)
 
 
 def summarize(windows: Windows, tokens: npt.NDArray[Any], level: float) -> dict[str, Any]:

@@ -94,8 +94,9 @@ def _candidate(content: Content, name: str, latency: Content | None, number: int
         "forest": forest("Perplexity of the candidate over the base's", [_ratio(s, number) for s in sets], margin),
         "sets": [_set(s) for s in sets],
         "tasks": [_task(task) for task in content.get("tasks", [])],
+        "generation": [_generation(row) for row in content["generation"]],
         "sizes": _sizes(content, number),
-        "cost": _cost(content.get("cost")),
+        "cost": _cost(content.get("cost"), number),
         "latency": None if latency is None else _latency(latency, number),
         "layers": layers_view(content["layers"]),
         "calibration": content["calibration"],
@@ -246,8 +247,37 @@ def _task(task: Content) -> dict[str, Any]:
         "flips": interval_text(pair["flips"]["value"], pair["flips"]["ci"], percent=True),
         "p": f"{number_text(pair['p_mid'], 2)} (Holm {number_text(pair['p_holm'], 2)})",
         "margin": figure_text(task["margin_drift"]),
+        "power": _power(pair["power"]),
         "protocol": task["protocol"],
     }
+
+
+def _generation(row: Content) -> dict[str, Any]:
+    pair, variance = row["paired"], row["variance"] or {}
+    return {
+        "name": row["name"],
+        "metric": row["metric"],
+        "count": f"{row['n_items']:,} × {row['samples']}",
+        "base": figure_text(row["base"], percent=True),
+        "candidate": figure_text(row["candidate"], percent=True),
+        "difference": interval_text(pair["difference"], pair["ci"], percent=True),
+        "p": "—" if pair["p"] is None else f"{number_text(pair['p'], 2)} (Holm {number_text(pair['p_holm'], 2)})",
+        "variance": [_variance(model, variance[model]) for model in ("base", "candidate") if variance.get(model)],
+        "power": _power(pair["power"]),
+        "protocol": f"{row['protocol']}; {row['candidate']['method']}; difference: {pair['method']}, {pair['test']}",
+    }
+
+
+def _variance(model: str, split: Content) -> str:
+    total, items, samples = (f"{100 * split[key]:.2g}" for key in ("se", "se_items", "se_samples"))
+    return f"{model}: standard error {total} points, {items} from the items and {samples} from the sampling"
+
+
+def _power(power: Content | None) -> str:
+    """What so many items can show."""
+    if power is None:
+        return "—"
+    return f"{100 * power['detectable']:.2g} points; 1 point: {power['items_for_one_point']:,} items"
 
 
 def _sizes(content: Content, number: int) -> dict[str, Any]:
@@ -268,7 +298,7 @@ def _sizes(content: Content, number: int) -> dict[str, Any]:
     }
 
 
-def _cost(cost: Content | None) -> dict[str, Any] | None:
+def _cost(cost: Content | None, number: int) -> dict[str, Any] | None:
     if cost is None:
         return None
     cache_rows = [
@@ -277,7 +307,7 @@ def _cost(cost: Content | None) -> dict[str, Any] | None:
             cost["cache"][model]["bytes_per_token"],
             i,
         )
-        for model, i in (("base", 5), ("candidate", 0))
+        for model, i in (("base", 5), ("candidate", number))
         if cost["cache"][model] is not None
     ]
     formats = sorted({f for model in ("base", "candidate") for f in cost["bytes_by_dtype"][model]})
@@ -321,10 +351,13 @@ def _latency(latency: Content, number: int) -> dict[str, Any]:
                     f"{seconds['runs']}",
                 )
             )
+    peak = latency["peak_memory"]
     noisy = [m["name"] for m in latency["measurements"] if m["too_noisy"]]
     return {
         "forest": forest("Candidate's time over the base's", rows, None),
         "table": table,
+        "peak": [] if peak is None else [(m, bytes_text(peak[m])) for m in ("base", "candidate")],
+        "peak_how": "" if peak is None else peak["how"],
         "noisy": f"Machine too noisy for a verdict: {', '.join(noisy)}." if noisy else "",
         "what": f"{latency['what']}; {latency['device']}, {latency['threads']} threads. {latency['note']}.",
         "method": latency["measurements"][0]["method"],

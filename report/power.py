@@ -12,6 +12,7 @@ gave, so the documents' effect is in it.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 from ..checkpoint.errors import SutureError
 
@@ -60,6 +61,14 @@ def tokens_needed(ratio: float, se_log: float, n_tokens: int, *, power: float = 
 def detectable_ratio(se_log: float, *, power: float = 0.8, level: float = 0.95) -> float:
     """Smallest perplexity ratio above 1 that a measurement with this paired standard error shows."""
     return math.exp(_z(power, level) * se_log)
+
+
+def power_of(se: float | None, n: int, level: float = 0.95, power: float = 0.8) -> dict[str, Any] | None:
+    """What n items could show, from the standard error of their mean difference; None where it is 0 or undefined."""
+    if not se:
+        return None
+    found = _z(power, level) * se
+    return {"power": power, "detectable": found, "items_for_one_point": math.ceil(n * (found / 0.01) ** 2)}
 
 
 def _z(power: float, level: float) -> float:

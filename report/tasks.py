@@ -24,6 +24,7 @@ import numpy.typing as npt
 from ..checkpoint.errors import SutureError
 from .clusters import cluster_mean
 from .pairs import clustered_difference, paired_proportions
+from .power import power_of
 from .proportions import wilson
 from .windows import Windows
 
@@ -207,6 +208,7 @@ def compare_answers(
                     "p_holm": None,
                     "flips": {"value": compared.flips.value, "ci": [compared.flips.low, compared.flips.high]},
                     "changed": float((base.choice != candidate.choice).mean()),
+                    "power": power_of(_spread(ours, theirs, labels), len(items), level),
                 },
                 "margin_drift": {
                     "value": moved.mean,
@@ -220,6 +222,11 @@ def compare_answers(
 def _share(right: int, n: int, level: float) -> dict[str, Any]:
     found = wilson(right, n, level)
     return {"value": found.value, "ci": [found.low, found.high], "right": right}
+
+
+def _spread(ours: npt.NDArray[np.bool_], theirs: npt.NDArray[np.bool_], labels: Sequence[str]) -> float | None:
+    """Standard error of the difference over items, or over the groups that they share."""
+    return cluster_mean(_differences(theirs.astype(float), ours.astype(float), labels)).se_jackknife
 
 
 def _differences(x: npt.NDArray[Any], y: npt.NDArray[Any], labels: Sequence[str]) -> list[list[float]]:

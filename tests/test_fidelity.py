@@ -204,3 +204,16 @@ def test_one_outlier_moves_the_largest_and_not_the_median(plan, tokens):
     assert after["kl_max"] == 50.0 and before["kl_quantiles"][0]["value"] == pytest.approx(
         after["kl_quantiles"][0]["value"], rel=0.1
     )
+
+
+def test_vector_of_divergences():
+    """Three positions of a vocabulary of four, computed once by the definitions in float64."""
+    p = torch.tensor([[2.0, 1, 0, -1], [0, 0, 0, 0], [3, 0, -1, -2]])
+    q = torch.tensor([[1.5, 1.2, 0.1, -0.9], [0.1, 0, -0.1, 0], [1, 1.1, -1, -2]])
+    found = token_fidelity(p, q, torch.tensor([0, 2, 0]))
+    np.testing.assert_allclose(found["kl"], [0.05394054, 0.00249896, 0.56629592], rtol=1e-5)
+    np.testing.assert_allclose(found["kl_reverse"], [0.05564732, 0.00249688, 0.90104208], rtol=1e-5)
+    assert found["same_top"].tolist().count(True) == 2
+    change = torch.exp(-found["nll_candidate"]) - torch.exp(-found["nll_base"])
+    np.testing.assert_allclose(change, [-0.16271314, -0.02435523, -0.49374516], rtol=1e-5)
+    assert float(change.double().square().mean().sqrt()) == pytest.approx(0.300473528804, rel=1e-6)

@@ -468,6 +468,16 @@ def test_a_run_scored_on_its_calibration_text_warns(small, tmp_path):
 
     later = suture.compare(model, run.output, str(ids), window=24, max_windows=6)
     assert any("calibrated on this very text" in w for w in later.content["warnings"])
+    mixed = tmp_path / "mixed.jsonl"
+    other = kit.ids_file(tmp_path / "other.jsonl", rows=6, seed=9)
+    mixed.write_text("".join(ids.read_text().splitlines(keepends=True)[:2]) + other.read_text())
+    part = suture.compare(model, run.output, str(mixed), window=24, fidelity=False).content["warnings"]
+    assert any("2 of 8 evaluation documents are also in the calibration data" in w for w in part)
+    assert any("13-grams occur in the calibration blocks" in w for w in part)
+    manifest = run.output / "suture.json"
+    manifest.write_text(manifest.read_text().replace(str(ids), str(tmp_path / "gone.jsonl")))
+    unknown = suture.compare(model, run.output, str(mixed), window=24, fidelity=False).content["warnings"]
+    assert any("is not here as it was" in w and "was not checked" in w for w in unknown)
 
 
 def test_a_run_scored_on_other_text_does_not_warn(runs, compared):

@@ -189,3 +189,37 @@ def test_tokens_needed_scale_with_the_square_of_the_effect():
     assert detectable_ratio(one / math.sqrt(n / 512)) == pytest.approx(1.01, rel=1e-4)
     with pytest.raises(SutureError, match="other than 1"):
         tokens_needed(1.0, one, 512)
+
+
+# -- vectors computed once, with scipy and inspect_ai's formulas, before any of this was written ------------------------
+
+
+def test_vectors_of_shares():
+    for right, n, low, high in (
+        (8, 10, 0.4901624715, 0.9433178485),
+        (10, 10, 0.7224672001, 1),
+        (0, 10, 0, 0.2775327999),
+    ):
+        found = wilson(right, n)
+        assert (found.low, found.high) == pytest.approx((low, high), abs=1e-10)
+    clusters = [[1, 1, 1], [0, 0], [1, 0, 1, 1], [0], [1, 1]]
+    values = [x for cluster in clusters for x in cluster]
+    labels = [g for g, cluster in enumerate(clusters) for _ in cluster]
+    assert clustered_se(values, labels) == pytest.approx(0.1619708860, abs=1e-10)
+    sums = np.array([sum(x - np.mean(values) for x in cluster) for cluster in clusters])
+    assert cr1_se(sums, len(values)) == pytest.approx(0.1810889557, abs=1e-10)
+    assert pass_at_k(10, 3, 5) == pytest.approx(0.9166666667) and holm([0.01, 0.04, 0.03]) == pytest.approx(
+        [0.03, 0.06, 0.06]
+    )
+
+
+def test_vectors_of_pairs():
+    base = np.repeat([1, 1, 0, 0], [130, 15, 5, 50])
+    new = np.repeat([1, 0, 1, 0], [130, 15, 5, 50])
+    found = paired_proportions(base, new)
+    assert (found.difference, found.p_exact, found.p_mid) == pytest.approx((-0.05, 0.04138946533, 0.02660369873))
+    assert (found.low, found.high) == pytest.approx((-0.0945001, -0.0045098), abs=1e-7)
+    assert stats.chi2.sf(found.chi_square, 1) == pytest.approx(0.02534731868)
+    assert (found.flips.low, found.flips.high) == pytest.approx((0.0656704, 0.1494058), abs=1e-7)
+    for n, flips, points in ((1267, 0.05, 1.76), (10042, 0.03, 0.48), (200, 0.10, 6.26)):
+        assert round(100 * detectable_difference(n, flips), 2) == pytest.approx(points, abs=0.011)

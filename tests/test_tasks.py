@@ -163,6 +163,10 @@ def test_scores_are_those_of_stock_transformers(tokenizer, scored):
     tokens = compare_tokens(skeleton, skeleton, windows, Silent().track, "")
     sums = [-part.sum() for part in windows.by_document(tokens["nll_base"])]
     np.testing.assert_allclose(sums, [total for total, _ in scored], rtol=1e-4, atol=1e-4)
+    for batch in (1, 8 * 512):  # H6
+        again = compare_tokens(skeleton, skeleton, windows, Silent().track, "", batch_tokens=batch)
+        np.testing.assert_allclose(again["nll_base"], tokens["nll_base"], atol=1e-5)
+    padded_either_side_alike(windows, tokens["nll_base"])
     found = answers(ITEMS, windows, tokens["nll_base"], tokens["right_base"])
     start = 0
     for i, item in enumerate(ITEMS):
@@ -176,6 +180,28 @@ def test_scores_are_those_of_stock_transformers(tokenizer, scored):
             other = np.delete(totals, item.gold).max()
             assert found.margin[i] == pytest.approx(totals[item.gold] - other, rel=1e-3, abs=1e-3)
         start += len(item.requests)
+
+
+def padded_either_side_alike(windows, nll):
+    """H6: one batch of all requests in stock transformers, padded left or right, gives what is scored without padding."""
+    model = kit.stock(open_checkpoint("builtin:tiny").path)
+    width = max(ids.size for ids in windows.ids)
+    for left in (True, False):
+        pads = [width - ids.size for ids in windows.ids]
+        rows = [np.pad(ids, (pad, 0) if left else (0, pad)) for ids, pad in zip(windows.ids, pads, strict=True)]
+        masks = [
+            np.pad(np.ones_like(ids), (pad, 0) if left else (0, pad))
+            for ids, pad in zip(windows.ids, pads, strict=True)
+        ]
+        rows, mask = torch.from_numpy(np.stack(rows)), torch.from_numpy(np.stack(masks))
+        with torch.no_grad():
+            logits = model(rows, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp(min=0)).logits
+        losses = -torch.log_softmax(logits[:, :-1].double(), 2).gather(2, rows[:, 1:, None])[..., 0].numpy()
+        found = []
+        for row, ids, start, pad in zip(losses, windows.ids, windows.score_from, pads, strict=True):
+            first = pad if left else 0
+            found.append(row[first + start - 1 : first + ids.size - 1])
+        np.testing.assert_allclose(np.concatenate(found), nll, atol=1e-5)
 
 
 def test_two_models_answers_are_compared_item_by_item():

@@ -1,0 +1,211 @@
+"""Tasks answered in words: items, extraction and scoring of answers, and what two models' answers say. No model here.
+
+A file is a table with a prompt and one or several right answers a row; a `template` makes the prompt of other columns.
+An answer is right when, after extraction, it equals or contains one of them. No answer is ever run as code.
+
+With K answers sampled per item, the mean of pass@1 varies with the items and with the sampling; `split_variance` says by
+how much each, and pass@k is the unbiased estimate of Chen et al. 2021. With one greedy answer per item the comparison is
+that of right and wrong pairs (McNemar, Bonett-Price).
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+
+from ..checkpoint.errors import SutureError
+from .clusters import ClusterMean, cluster_mean, t_test
+from .pairs import bonett_price, mcnemar, paired_proportions
+from .power import power_of
+from .proportions import pass_at_k, split_variance, wilson
+
+Match = Literal["exact", "contains"]
+
+_PROMPTS = ("prompt", "question", "query", "problem", "input")
+_ANSWERS = ("answers", "answer", "target", "targets", "reference", "output")
+
+
+@dataclass(frozen=True)
+class Question:
+    """One item: what the model reads, and what counts as right."""
+
+    prompt: str
+    answers: tuple[str, ...]
+    group: str | None = None  # what it shares with others: a passage, a subject
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """When a text is right."""
+
+    match: Match = "exact"
+    extract: str | None = None  # regular expression; its last match, or that one's first group, is the answer
+
+    def answer(self, text: str) -> str | None:
+        """What the text answers, normalized; None where nothing matches."""
+        if self.extract is None:
+            return normalized(text)
+        found = list(re.finditer(self.extract, text))
+        return normalized(found[-1][1 if found[-1].re.groups else 0] or "") if found else None
+
+    def right(self, text: str, answers: Sequence[str]) -> bool:
+        """The right answers are extracted by the same rule where it matches them, and taken whole otherwise."""
+        given = self.answer(text)
+        if given is None:
+            return False
+        wanted = [found if (found := self.answer(answer)) is not None else normalized(answer) for answer in answers]
+        return given in wanted if self.match == "exact" else any(answer in given for answer in wanted)
+
+
+def normalized(text: str) -> str:
+    """One space between words, none around; no full stop at the end, no comma between thousands, no capitals."""
+    text = re.sub(r"(?<=\d),(?=\d{3})", "", " ".join(text.split()))
+    return text.removesuffix(".").strip().casefold()
+
+
+def read_questions(
+    rows: Sequence[Mapping[str, Any]], template: str | None = None, source: str = "generation"
+) -> list[Question]:
+    """Raises SutureError naming the row without a prompt, or without an answer."""
+    if not rows:
+        raise SutureError(f"{source}: no items", "give a file with one item a line")
+    questions = []
+    for number, row in enumerate(rows):
+        where = f"{source}: row {number + 1}"
+        answers = next((row[key] for key in _ANSWERS if row.get(key) not in (None, "", [])), None)
+        if answers is None:
+            raise SutureError(
+                f"{where}: no right answer; columns: {', '.join(row)}", f"name a column one of {', '.join(_ANSWERS)}"
+            )
+        listed = list(answers) if isinstance(answers, list | tuple) else [answers]
+        group = row.get("group")
+        questions.append(
+            Question(_prompt(row, template, where), tuple(map(str, listed)), None if group is None else str(group))
+        )
+    return questions
+
+
+def _prompt(row: Mapping[str, Any], template: str | None, where: str) -> str:
+    if template is not None:
+        try:
+            return template.format_map(row)
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            raise SutureError(
+                f"{where}: template: {error} does not fit its columns {', '.join(row)}",
+                "write columns as {name}, and a brace itself as {{",
+            ) from None
+    for key in _PROMPTS:
+        if isinstance(row.get(key), str) and row[key].strip():
+            return str(row[key])
+    raise SutureError(
+        f"{where}: no prompt; columns: {', '.join(row)}", f"name a column one of {', '.join(_PROMPTS)}, or set template"
+    )
+
+
+def cut(text: str, stop: Sequence[str]) -> str:
+    """The text before the first of the strings that end an answer."""
+    ends = [text.index(mark) for mark in stop if mark in text]
+    return text[: min(ends)] if ends else text
+
+
+def compare_generations(
+    name: str,
+    questions: Sequence[Question],
+    base: npt.ArrayLike,
+    candidate: npt.ArrayLike,
+    *,
+    ks: Sequence[int],
+    level: float,
+    protocol: str,
+) -> list[dict[str, Any]]:
+    """Rows of the report's `generation`, one per k. `base`, `candidate`: (items, samples), whether each answer is right."""
+    x, y = np.asarray(base).astype(bool), np.asarray(candidate).astype(bool)
+    labels = [q.group if q.group is not None else f"item {i}" for i, q in enumerate(questions)]
+    grouped = len(set(labels)) < len(labels)
+    rows = []
+    for k in ks:
+        ours, theirs = (_pass_of_items(right, k) for right in (x, y))
+        rows.append(
+            {
+                "name": name,
+                "metric": f"pass@{k}",
+                "protocol": protocol,
+                "n_items": len(questions),
+                "n_groups": len(set(labels)) if grouped else None,
+                "samples": x.shape[1],
+                "level": level,
+                "base": _share(ours, labels, level),
+                "candidate": _share(theirs, labels, level),
+                "paired": _paired(x, y, ours, theirs, labels, level),
+                "variance": {"base": _split(x), "candidate": _split(y)} if k == 1 else None,
+            }
+        )
+    return rows
+
+
+def _pass_of_items(right: npt.NDArray[np.bool_], k: int) -> npt.NDArray[np.float64]:
+    return np.array([pass_at_k(right.shape[1], int(row.sum()), k) for row in right])
+
+
+def _clusters(values: npt.NDArray[np.float64], labels: Sequence[str], level: float) -> ClusterMean:
+    groups: dict[str, list[float]] = {}
+    for value, label in zip(values, labels, strict=True):
+        groups.setdefault(label, []).append(float(value))
+    return cluster_mean(list(groups.values()), level=level, cluster="item" if len(groups) == len(labels) else "group")
+
+
+def _share(values: npt.NDArray[np.float64], labels: Sequence[str], level: float) -> dict[str, Any]:
+    """Wilson's interval where each item is right or wrong, else the jackknife over items or groups.
+
+    Items that are all alike have no spread to take an interval from: right or wrong all of them, they get Wilson's too.
+    """
+    single = len(set(labels)) == len(labels) and bool(np.isin(values, (0.0, 1.0)).all())
+    if single or values.min() == values.max() in (0.0, 1.0):
+        n = len(set(labels))
+        found = wilson(round(float(values.mean()) * n), n, level)
+        return {"value": float(values.mean()), "ci": [found.low, found.high], "method": "Wilson"}
+    mean = _clusters(values, labels, level)
+    bounds = None if mean.low is None or mean.high is None else [max(0.0, mean.low), min(1.0, mean.high)]
+    return {"value": mean.mean, "ci": bounds, "method": f"jackknife over {mean.n_clusters} {mean.cluster}s"}
+
+
+def _paired(
+    x: npt.NDArray[np.bool_],
+    y: npt.NDArray[np.bool_],
+    ours: npt.NDArray[np.float64],
+    theirs: npt.NDArray[np.float64],
+    labels: Sequence[str],
+    level: float,
+) -> dict[str, Any]:
+    """Right and wrong pairs where items are that; the jackknife over items or groups otherwise."""
+    moved = _clusters(theirs - ours, labels, level)
+    n = moved.n_clusters
+    found: dict[str, Any] = {"difference": moved.mean}
+    if x.shape[1] == 1 and moved.cluster == "item":
+        compared = paired_proportions(x[:, 0], y[:, 0], level)
+        found |= {"ci": [compared.low, compared.high], "method": "Bonett-Price"}
+        found |= {"p": compared.p_mid, "test": "mid-p McNemar"}
+    elif moved.se_jackknife == 0 and moved.mean in (-1.0, 0.0, 1.0):  # no spread: all of them moved alike, or none
+        lost, won = n * (moved.mean == -1), n * (moved.mean == 1)
+        found |= {"ci": list(bonett_price(lost, won, n, level)[1:]), "method": "Bonett-Price"}
+        found |= {"p": mcnemar(lost, won)[1], "test": "mid-p McNemar"}
+    else:
+        known = moved.low is not None and moved.high is not None and moved.se_jackknife is not None
+        found |= {"ci": [moved.low, moved.high] if known else None, "method": f"jackknife over {n} {moved.cluster}s"}
+        found |= {"p": t_test(moved.mean, moved.se_jackknife or 0.0, moved.df) if known else None}
+        found |= {"test": f"t over {moved.cluster}s"}
+    return found | {"p_holm": None, "power": power_of(moved.se_jackknife, len(labels), level)}
+
+
+def _split(right: npt.NDArray[np.bool_]) -> dict[str, Any] | None:
+    """Standard errors of the mean from either source; None with one answer per item, or one item."""
+    if right.shape[0] < 2 or right.shape[1] < 2:
+        return None
+    found = split_variance(list(right))
+    return {"se": found.se, "se_items": math.sqrt(found.items), "se_samples": math.sqrt(found.samples)}
