@@ -91,18 +91,20 @@ def compare_tokens(
         skeleton.load_head()
     share = budget // 2
     files = {name: spill and spill.with_name(f"{spill.stem}-{name}{spill.suffix}") for name in ("base", "candidate")}
-    quiet = _fits(base, share)  # then both go side by side, under one progress bar
+    itself = candidate is base and rounded is None  # then its blocks run once
+    quiet = _fits(base, share) and not itself  # then both go side by side, under one progress bar
     follow = _untracked if quiet else track
     ours = _hidden_states(base, windows, follow, f"{label}: base", share, files["base"], batch_tokens)
     theirs = _hidden_states(candidate, windows, track, label, share, files["candidate"], batch_tokens, rounded)
-    if not quiet:
+    if not quiet and not itself:
         ours = iter(list(ours))
-    for (members, ids, of_base), (_, _, of_candidate) in zip(ours, theirs, strict=True):
+    pairs = ((batch, batch) for batch in ours) if itself else zip(ours, theirs, strict=True)
+    for (members, ids, of_base), (_, _, of_candidate) in pairs:
         table = np.zeros(ids.shape, dtype=TOKEN_FIELDS)
         for start, end in _pieces(_first(windows, members), ids.shape[1], 2 * len(members), vocabulary(base)):
             keep = torch.arange(start - 1, end - 1)
             p = base.logits(of_base.to(base.device), keep).flatten(0, 1)
-            q = candidate.logits(of_candidate.to(candidate.device), keep).flatten(0, 1)
+            q = p if itself else candidate.logits(of_candidate.to(candidate.device), keep).flatten(0, 1)
             targets = ids[:, start:end].to(p.device).flatten()
             parts = [
                 token_fidelity(p[i : i + _ROWS], q[i : i + _ROWS], targets[i : i + _ROWS])
