@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
 from ..checkpoint.errors import SutureError
 from ..checkpoint.families import Family, family_of
@@ -198,13 +199,25 @@ class Skeleton:
     @torch.no_grad()
     def run_block(self, index: int, hidden: Tensor) -> Tensor:
         """Output [B, T, hidden] of block `index`."""
+        return self.block_forward(index, hidden)
+
+    def block_forward(self, index: int, hidden: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """`run_block`, differentiable, with `weights` (names under the block) in the place of the block's own."""
         given = self.arguments(index, hidden.shape[0], hidden.shape[1])
-        out = self.block(index)(hidden, *given.args, **given.kwargs)
+        block = self.block(index)
+        if weights is None:
+            out = block(hidden, *given.args, **given.kwargs)
+        else:
+            out = functional_call(block, dict(weights), (hidden, *given.args), dict(given.kwargs))
         return out[0] if isinstance(out, tuple) else out
 
     @torch.no_grad()
     def logits(self, hidden: Tensor, keep: Tensor) -> Tensor:
         """Logits [B, len(keep), vocab] in float32 at positions `keep`; the head must be loaded."""
+        return self.head_forward(hidden, keep)
+
+    def head_forward(self, hidden: Tensor, keep: Tensor) -> Tensor:
+        """`logits`, differentiable."""
         with self._blocks_replaced([_Injector(hidden, self.block(0))]):
             out = self.model(inputs_embeds=hidden, use_cache=False, logits_to_keep=keep.to(self.device))
         return out.logits.float()

@@ -94,6 +94,36 @@ def attach(
 
 
 @app.command()
+def heal(
+    model: Annotated[str, typer.Argument(help="the model to heal, may be quantized")],
+    output: Output,
+    teacher: Annotated[str, typer.Option(help="the model that MODEL was made from")],
+    data: Annotated[str, typer.Option(help="text to train on: builtin:novels, or a file; not the one to score on")],
+    samples: Annotated[int, typer.Option(help="sequences of text")] = 128,
+    length: Annotated[int, typer.Option(help="tokens per sequence")] = 512,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="A key of the step heal, for example r=32 or tokens=200000."),
+    ] = None,
+    overwrite: Overwrite = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")] = False,
+) -> None:
+    """Train an adapter beside a quantized model towards the original; kept only when held-out text says it is better."""
+    with messages("; --resume goes on with what is done"):
+        from ..pipeline.adapters import heal as heal_beside
+        from ..pipeline.recipe import parse_values
+        from .console import TerminalProgress
+
+        wrong = [pair for pair in set_ or [] if "=" not in pair]
+        if wrong:
+            raise typer.BadParameter(f"{wrong[0]}: expected KEY=VALUE, for example --set r=32")
+        pairs = dict(pair.split("=", 1) for pair in set_ or [])
+        text = {"data": data, "samples": samples, "length": length}
+        options: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "progress": TerminalProgress()}
+        _say(heal_beside(model, output, teacher=teacher, calibration=text, **options, **parse_values(pairs)))
+
+
+@app.command()
 def extract(
     base: Annotated[str, typer.Argument(help="the model before fine-tuning")],
     tuned: Annotated[str, typer.Argument(help="the model after it")],

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 
 class _Strict(BaseModel):
@@ -55,3 +55,83 @@ class MergeSettings(_Strict):
         return (
             (AdapterShare(adapter=self.adapter, weight=1.0),) if isinstance(self.adapter, str) else tuple(self.adapter)
         )
+
+
+Method = Literal["blocks", "lora", "full"]
+
+
+class HealSettings(_Strict):
+    """Train the model towards the original. Keys that are left out take the method's own value."""
+
+    method: Method = Field(
+        "blocks", description="each block by itself; or the whole model, by LoRA that is merged, or its blocks' weights"
+    )
+    parts: Literal["attention", "block"] | None = Field(
+        None, description="blocks: which parameters of each block are trained; default attention"
+    )
+    epochs: int | None = Field(None, ge=1, description="blocks: passes over the text in each block; default 4")
+    tokens: int | None = Field(None, ge=1, description="lora, full: tokens to train on, in all; default 500000")
+    batch: int | None = Field(None, ge=1, description="lora, full: sequences per step; default 8")
+    warmup: float | None = Field(None, ge=0, lt=1, description="lora, full: share of the steps; default 0.05")
+    top_k: int | None = Field(
+        None, ge=1, description="lora, full: tokens of the original's predictions that are kept; default 64"
+    )
+    next_token: float | None = Field(
+        None, ge=0, description="lora, full: weight of the text's own next tokens in the loss; default 0"
+    )
+    checkpoint: int | None = Field(
+        None, ge=1, description="lora, full: steps between checkpoints and points of the curve; default 25"
+    )
+    recompute: bool | None = Field(
+        None, description="lora, full: run blocks again in the backward pass, for less memory; default false"
+    )
+    r: int | None = Field(None, ge=1, description="lora: rank; default 16")
+    alpha: float | None = Field(None, gt=0, description="lora: the change is alpha / r times B A; default 32")
+    targets: list[str] | None = Field(None, min_length=1, description="lora: layers; default [all-linear]")
+    rate: float | None = Field(
+        None,
+        gt=0,
+        description="learning rate; default 0.001 (lora). For blocks and full it is a share of each tensor's root mean "
+        "square; default 0.01 and 0.005",
+    )
+    held_out: float = Field(0.125, gt=0, lt=1, description="share of the sequences that only judge; at least 5 of them")
+    seed: int = Field(0, ge=0, description="order of the sequences, and where LoRA starts")
+
+    @model_validator(mode="after")
+    def _only_what_the_method_uses(self) -> HealSettings:
+        for methods, keys in _OF_METHOD.items():
+            given = [key for key in keys if getattr(self, key) is not None]
+            if given and self.method not in methods:
+                raise ValueError(f"{given[0]} belongs to method: {' or '.join(methods)}, not to {self.method}")
+        return self
+
+    def value(self, key: str) -> Any:
+        """The setting, or the method's own value for it."""
+        given = getattr(self, key)
+        return _DEFAULTS[self.method][key] if given is None else given
+
+    def held(self, windows: int) -> int:
+        """How many of so many sequences, the last ones, are held out."""
+        return max(FEWEST_HELD, round(self.held_out * windows))
+
+
+FEWEST_HELD = 5  # below, there is no interval
+_OF_METHOD: dict[tuple[Method, ...], tuple[str, ...]] = {
+    ("blocks",): ("parts", "epochs"),
+    ("lora", "full"): ("tokens", "batch", "warmup", "top_k", "next_token", "checkpoint", "recompute"),
+    ("lora",): ("r", "alpha", "targets"),
+}
+_WHOLE: dict[str, Any] = {
+    "tokens": 500_000,
+    "batch": 8,
+    "warmup": 0.05,
+    "top_k": 64,
+    "next_token": 0.0,
+    "checkpoint": 25,
+    "recompute": False,
+}
+_DEFAULTS: dict[Method, dict[str, Any]] = {
+    "blocks": {"parts": "attention", "epochs": 4, "rate": 0.01},
+    "lora": {**_WHOLE, "r": 16, "alpha": 32.0, "targets": ["all-linear"], "rate": 1e-3},
+    "full": {**_WHOLE, "rate": 0.005},
+}

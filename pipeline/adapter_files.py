@@ -18,7 +18,7 @@ from ..checkpoint.layout import Linear
 from ..checkpoint.manifest import MANIFEST, SCHEMA, file_hashes, to_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.source import TensorSource
-from ..checkpoint.staging import open_staging, write_whole
+from ..checkpoint.staging import Staging, open_staging, write_whole
 from ..lora.adapter import WEIGHTS, Adapter, open_adapter
 from ..lora.compose import NewAdapter, runtime_names
 from ..lora.config import CONFIG
@@ -48,28 +48,46 @@ def write_adapter(
 ) -> Written:
     """Stage, reopen with every check that a stranger's adapter gets, and rename into place."""
     with open_staging(output, {"command": command}, overwrite, False) as staging:
-        write_whole(staging.model / CONFIG, to_json(new.config))
-        write_whole(staging.model / WEIGHTS, save(new.tensors, metadata=new.metadata))
-        reopened = open_adapter(staging.model)
-        for key, tensor in new.tensors.items():
-            if not torch.equal(reopened.read(key), tensor):
-                raise SutureError(f"{output}: {key} reads back with other values", "please report this")
-        manifest = {
-            "suture": __version__,
-            "schema": SCHEMA,
-            "recipe": {"command": command, **settings},
-            "source": dict(source),
-            "history": [],
-            "inputs": {},
-            "outputs": {k: {"dtype": "F32", "shape": list(t.shape)} for k, t in sorted(new.tensors.items())},
-            "modules": dict(modules),
-            "fallbacks": {},
-            "notes": list(notes),
-            "files": file_hashes(staging.model),
-        }
-        write_whole(staging.model / MANIFEST, to_json(manifest))
-        staging.commit()
-    return Written(output, {"recipe": manifest["recipe"], "modules": dict(modules)}, new.n_parameters, tuple(notes))
+        return commit_adapter(staging, new, {"command": command, **settings}, source, modules, notes)
+
+
+def commit_adapter(
+    staging: Staging,
+    new: NewAdapter,
+    recipe: Mapping[str, Any],
+    source: Mapping[str, Any],
+    modules: Mapping[str, Any],
+    notes: Sequence[str],
+    receipts: Sequence[Mapping[str, Any]] = (),
+) -> Written:
+    """`write_adapter` into a staging that is open already."""
+    write_whole(staging.model / CONFIG, to_json(new.config))
+    write_whole(staging.model / WEIGHTS, save(new.tensors, metadata=new.metadata))
+    reopened = open_adapter(staging.model)
+    for key, tensor in new.tensors.items():
+        if not torch.equal(reopened.read(key), tensor):
+            raise SutureError(f"{staging.output}: {key} reads back with other values", "please report this")
+    manifest = {
+        "suture": __version__,
+        "schema": SCHEMA,
+        "recipe": dict(recipe),
+        "source": dict(source),
+        "history": [],
+        "inputs": {},
+        "outputs": {k: {"dtype": "F32", "shape": list(t.shape)} for k, t in sorted(new.tensors.items())},
+        "receipts": list(receipts),
+        "modules": dict(modules),
+        "fallbacks": {},
+        "notes": list(notes),
+        "files": file_hashes(staging.model),
+    }
+    if not receipts:
+        del manifest["receipts"]
+    write_whole(staging.model / MANIFEST, to_json(manifest))
+    staging.commit()
+    return Written(
+        staging.output, {"recipe": manifest["recipe"], "modules": dict(modules)}, new.n_parameters, tuple(notes)
+    )
 
 
 def open_dense(model: str | Path) -> tuple[Checkpoint, Skeleton]:

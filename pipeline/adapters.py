@@ -10,7 +10,8 @@ from .adapter_attach import attach
 from .adapter_combine import combine
 from .adapter_extract import extract, extraction_curve
 from .adapter_files import Written
+from .adapter_heal import heal
 from .adapter_inspect import inspect_adapter
 from .adapter_transport import transport
 
-__all__ = ["Written", "attach", "combine", "extract", "extraction_curve", "inspect_adapter", "transport"]
+__all__ = ["Written", "attach", "combine", "extract", "extraction_curve", "heal", "inspect_adapter", "transport"]

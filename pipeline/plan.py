@@ -30,7 +30,16 @@ from .recipe import Recipe
 from .step import Prepared, StepKind, planned_output
 from .steps import STEPS
 from .task_runs import TaskPlan, plan_tasks
-from .texts import Calibration, Evaluation, TextModel, calibration_text, evaluation_text, leakage, text_model
+from .texts import (
+    Calibration,
+    Evaluation,
+    TextModel,
+    calibration_text,
+    evaluation_text,
+    leakage,
+    refuse_training_on,
+    text_model,
+)
 
 _PROCESS_BYTES = 450 << 20  # Python, torch and transformers themselves
 _BATCH_TOKENS = 1024  # per forward: their activations stay near the processor, and products are no slower
@@ -109,6 +118,10 @@ def make_plan(
     text = text_model(checkpoint, skeleton.source.shapes[skeleton.layout.embedding][0], max_positions)
     calibration = calibration_text(recipe.calibration, text) if recipe.calibration and needy else None
     evaluations = tuple(evaluation_text(one, text) for one in recipe.report.all_sets()) if recipe.report else ()
+    for step in steps:
+        if step.kind.check_text is not None and calibration is not None:
+            step.kind.check_text(step.settings, calibration.blocks)
+            refuse_training_on(evaluations, calibration, step.name)
     _refuse_dropped_tokens(steps, calibration, evaluations)
     if recipe.report and (recipe.report.tasks or recipe.report.generation):
         _refuse_tasks_of_other_tokens(steps, skeleton)
@@ -274,6 +287,8 @@ def _estimate(
     largest = max((_numel(shape) for shape in shapes.values()), default=0)
     resident = 4 * block * (1 + max(step.prepared.working_blocks for step in steps)) + max(2 * largest, head)
     tokens = calibration.blocks.ids.size if calibration else 0
+    length = calibration.blocks.ids.shape[1] if calibration else 0
+    resident += max(step.prepared.resident + length * step.prepared.token_bytes for step in steps)
     width = int(skeleton.hf_config.hidden_size)
     streams = max(step.prepared.streams for step in steps)
     hidden = 4 * tokens * width * streams
@@ -295,6 +310,7 @@ def _estimate(
     rounding_flops = 2 * sum(2 * linear.numel * linear.in_features for linear in layout.linears) if tokens else 0
     forwards = sum(step.prepared.forwards for step in steps if step.kind.needs_text(step.settings))
     flops = tokens * (forwards * linear_flops + statistic_flops) + rounding_flops
+    flops += sum(step.prepared.flops for step in steps)
     seconds = flops / _measured_flops() + sum(step.shards.nbytes for step in steps) / 500e6
     return Estimate(
         peak_memory=_PROCESS_BYTES + resident + hidden + waiting + hessian,

@@ -11,7 +11,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -235,6 +235,16 @@ def make_recipe(content: Mapping[str, Any], where: str = "recipe") -> Recipe:
     assert isinstance(recipe, Recipe)
     recipe.resolved_steps()
     return recipe
+
+
+M = TypeVar("M", bound=BaseModel)
+
+
+def make_settings(model: type[M], content: Mapping[str, Any], where: str) -> M:
+    """Validated settings from plain data. Raises SutureError naming each wrong key."""
+    settings = _validate(model, dict(content), where, None)
+    assert isinstance(settings, model)
+    return settings
 
 
 def parse_step(text: str) -> dict[str, Any]:

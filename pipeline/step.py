@@ -38,6 +38,9 @@ class Prepared:
     streams: int = 1  # hidden states of the calibration text that it keeps
     forwards: float = 1.0  # of each block over the calibration text, a backward counted as two
     working_blocks: int = 0  # what it holds beside a block's weights, in blocks of float32
+    resident: int = 0  # bytes that it holds all along
+    token_bytes: int = 0  # and per token of one calibration sequence
+    flops: float = 0.0  # beyond its forwards over the calibration text
 
     def tokens_after(self, ids: Tensor) -> Tensor:
         """Token ids as the output numbers them; -1 for dropped ones."""
@@ -113,6 +116,8 @@ class StepKind:
     """For a step whose plan depends on data: decide, before `run`. The settings with the decision written out, of
     which `prepare` is asked again; None when nothing was left to decide. What `prepare` plans before must be at least as
     large, and refuse all that can be refused; shapes may only depend on it in the last step."""
+    check_text: Callable[[Any, TokenBlocks], None] | None = None
+    """For a step that trains: (settings, text) -> refuses text that cannot be divided, before the hours."""
     reads_quantized: bool = False  # it takes a quantized checkpoint, of any format that suture reads
 
 

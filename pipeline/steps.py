@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..lora.settings import MergeSettings
+from ..lora.settings import HealSettings, MergeSettings
 from ..quant.settings import (
     AllocateSettings,
     AWQSettings,
@@ -38,6 +38,7 @@ from . import (
     fuse,
     gguf,
     gqa,
+    heal,
     layers,
     lora_merge,
     mla,
@@ -69,6 +70,16 @@ STEPS: dict[str, StepKind] = {
     "gqa": StepKind(GQASettings, "fewer key-value heads", gqa.needs_text, False, gqa.prepare, gqa.run, gqa.rehearsal),
     "refit": StepKind(
         RefitSettings, "heal by ridge regression", always, False, refit.prepare, refit.run, refit.rehearsal
+    ),
+    "heal": StepKind(
+        HealSettings,
+        "train towards the original, kept only when it is better",
+        always,
+        False,
+        heal.prepare,
+        heal.run,
+        heal.rehearsal,
+        check_text=heal.check_text,
     ),
     "rtn": StepKind(RTNSettings, "round to nearest", never, True, quantize.prepare, quantize.run, quantize.rehearsal),
     "gptq": StepKind(GPTQSettings, "GPTQ", always, True, quantize.prepare, quantize.run, quantize.rehearsal),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from ..calibrate.documents import DataSpec, Documents, read_documents
-from ..calibrate.overlap import leakage_warnings, ngram_overlap
+from ..calibrate.overlap import leakage_warnings, ngram_overlap, shared_documents
 from ..calibrate.tokens import (
     TokenBlocks,
     document_bytes,
@@ -160,6 +160,18 @@ def leakage(calibration: Calibration | None, evaluation: Evaluation | None) -> t
         return ()
     overlap = ngram_overlap(calibration.blocks.ids, evaluation.windows.ids)
     return leakage_warnings(calibration.documents, evaluation.documents, overlap)
+
+
+def refuse_training_on(evaluations: Sequence[Evaluation], calibration: Calibration, step: str) -> None:
+    """Raise SutureError when a document that scores the result is, content for content, one to train on."""
+    for evaluation in evaluations:
+        shared = shared_documents(calibration.documents, evaluation.documents)
+        if shared:
+            raise SutureError(
+                f"{step}: {shared} of the {len(evaluation.documents)} documents of {evaluation.documents.source}, which the "
+                "report scores, are also in the text to train on",
+                "train on other text than the report's",
+            )
 
 
 def _read(settings: TextSettings, model: TextModel) -> tuple[Documents, list[list[int]]]:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from ..calibrate.replay import Stream, staged_block
 from ..calibrate.skeleton import Skeleton
@@ -216,7 +215,7 @@ def learned_block(
     calibration text before the block, from the quantized blocks before it; `targets`: the original block's outputs. Every
     sequence is a step.
     """
-    block, prefix = skeleton.block(index), skeleton.layout.block_prefix(index)
+    prefix = skeleton.layout.block_prefix(index)
     by_name = {layer.linear.name: layer.linear for layer in layers}
 
     def forward(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
@@ -224,9 +223,7 @@ def learned_block(
             f"{by_name[name].module.removeprefix(prefix)}.weight": weight.T if by_name[name].conv1d else weight
             for name, weight in weights.items()
         }
-        given = skeleton.arguments(index, hidden.shape[0], hidden.shape[1])
-        out = functional_call(block, dense, (hidden, *given.args), dict(given.kwargs))
-        return out[0] if isinstance(out, tuple) else out
+        return skeleton.block_forward(index, hidden, dense)
 
     starts = {layer.linear.name: Start(weight_of(original, layer.linear), layer.quantized) for layer in layers}
     options = LearnOptions(

@@ -18,7 +18,6 @@ it. Windows held out from training decide which epoch is kept, GPTQ's start amon
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..checkpoint.errors import SutureError
+from ..calibrate.fit import fit_windows, relative_error, stored
 from .scheme import Quantized, Scheme
 
 
@@ -77,53 +76,24 @@ def learn(
     Deterministic under `options.seed` and a number of threads. Raises SutureError when holding windows out leaves none.
     """
     layers = {name: _Layer.of(start, options.lean) for name, start in starts.items()}
-    n_held = max(1, round(options.held_out * len(inputs)))
-    n = len(inputs) - n_held  # the last windows are held out
-    if n < 1:
-        raise SutureError(
-            f"{len(inputs)} calibration sequences, of which {n_held} are held out, leave none to train on",
-            "give more samples",
-        )
 
     def loss(window: int) -> Tensor:
         weights = {name: layer.weight() for name, layer in layers.items()}
         return relative_error(forward(weights, inputs[window]), targets[window])
 
-    def held_out() -> float:
-        with torch.no_grad():
-            return sum(float(loss(window)) for window in range(n, len(inputs))) / n_held
-
-    adam = torch.optim.Adam(
-        [group for layer in layers.values() for group in layer.parameters(options)], betas=(0.9, 0.95), eps=1e-12
+    fitted = fit_windows(
+        loss,
+        [group for layer in layers.values() for group in layer.parameters(options)],
+        lambda: {name: layer.state() for name, layer in layers.items()},
+        windows=len(inputs),
+        held=max(1, round(options.held_out * len(inputs))),  # the last windows
+        epochs=options.epochs,
+        seed=options.seed,
     )
-    rates = [group["lr"] for group in adam.param_groups]
-    generator = torch.Generator().manual_seed(options.seed)
-    before = best = held_out()
-    kept, epoch_kept, step = {name: layer.state() for name, layer in layers.items()}, 0, 0
-    for epoch in range(1, options.epochs + 1):
-        for window in torch.randperm(n, generator=generator).tolist():
-            falling = 0.5 * (1 + math.cos(math.pi * step / (options.epochs * n)))
-            for group, rate in zip(adam.param_groups, rates, strict=True):
-                group["lr"] = falling * rate
-            adam.zero_grad(set_to_none=True)
-            with torch.enable_grad():
-                loss(window).backward()
-            adam.step()
-            step += 1
-        now = held_out()
-        if now < best:
-            best, epoch_kept = now, epoch
-            kept = {name: layer.state() for name, layer in layers.items()}
-    quantized = {name: layers[name].quantized(*state) for name, state in kept.items()}
+    quantized = {name: layers[name].quantized(*state) for name, state in fitted.state.items()}
     moved = sum(int((quantized[name].codes != start.quantized.codes).sum()) for name, start in starts.items())
     total = sum(start.quantized.codes.numel() for start in starts.values())
-    return Learned(quantized, before, best, epoch_kept, moved / total)
-
-
-def relative_error(out: Tensor, target: Tensor) -> Tensor:
-    """Mean over tokens of ‖y - y*‖² / ‖y*‖²; out, target [..., hidden]."""
-    size = target.pow(2).sum(-1).clamp_min(torch.finfo(target.dtype).tiny)
-    return ((out - target).pow(2).sum(-1) / size).mean()
+    return Learned(quantized, fitted.before, fitted.after, fitted.epoch, moved / total)
 
 
 class _Round(torch.autograd.Function):
@@ -138,18 +108,6 @@ class _Round(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
         (inside,) = ctx.saved_tensors
         return grad_outputs[0] * inside, None
-
-
-class _Stored(torch.autograd.Function):
-    """As it will be stored, or a loader computes it; the gradient passes."""
-
-    @staticmethod
-    def forward(ctx: Any, value: Tensor, dtype: torch.dtype) -> Tensor:
-        return value.to(dtype).float()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor, None]:
-        return grad_outputs[0], None
 
 
 @dataclass(frozen=True)
@@ -187,13 +145,11 @@ class _Layer:
     def weight(self) -> Tensor:
         """Dense [out, in] as `Quantized.dequantize` gives it, in float32; differentiable."""
         codes = _Round.apply(self.latent, self.scheme.levels)
-        scale = _Stored.apply(self.start_scale * self.factor, self.dtype)
-        assert isinstance(codes, Tensor) and isinstance(scale, Tensor)
+        scale = stored(self.start_scale * self.factor, self.dtype)
+        assert isinstance(codes, Tensor)
         rows, groups = scale.shape
         dense = (codes.view(rows, groups, -1) - self.zero[..., None]) * scale[..., None]
-        stored = _Stored.apply(dense, self.dtype)
-        assert isinstance(stored, Tensor)
-        return stored.view(rows, -1)
+        return stored(dense, self.dtype).view(rows, -1)
 
     def state(self) -> tuple[Tensor, Tensor]:
         codes = self.latent.detach().round().clamp_(0, self.scheme.levels)

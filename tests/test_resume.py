@@ -15,6 +15,7 @@ import pytest
 import tiny
 import warm
 
+_FULL = {"method": "full", "tokens": 16 * 2 * 5, "batch": 2, "checkpoint": 1, "rate": 0.05}
 STEPS = {
     "rtn": [{"rtn": {"bits": 4, "group_size": 32}}],
     "gptq": [{"gptq": {"bits": 4, "group_size": 32}}],
@@ -25,6 +26,8 @@ STEPS = {
         {"permute": {"heads": "importance", "neurons": "random"}},
         {"cast": {"dtype": "float16"}},
     ],
+    "heal blocks": [{"gqa": {"kv_heads": 1, "method": "mean"}}, {"heal": {"epochs": 1}}],
+    "heal whole": [{"gqa": {"kv_heads": 1, "method": "mean"}}, {"heal": _FULL}],
     "awq": [{"awq": {"bits": 4, "group_size": 32, "grid": 4}}],
     "smoothquant": [{"smoothquant": {"activations": "static", "rounding": "gptq"}}],
 }
@@ -39,7 +42,8 @@ def write_recipe(directory: Path, kind: str) -> Path:
         "max_shard_size": 60_000,
     }
     if kind != "rtn":
-        content["calibration"] = {"data": "calibration.jsonl", "samples": 6, "length": 16}
+        samples = 12 if kind.startswith("heal") else 6
+        content["calibration"] = {"data": "calibration.jsonl", "samples": samples, "length": 16}
     return tiny.recipe(directory / f"{kind}.yaml", content)
 
 
@@ -68,7 +72,7 @@ def uninterrupted(home, tmp_path_factory):
         if key not in known:
             directory = tmp_path_factory.mktemp("uninterrupted")
             done = run(home, kind, directory, *args, **options)
-            assert done.code == 0, done.err
+            assert done.code == code_of(kind), done.err
             known[key] = tiny.contents(directory / "out"), done.events
         return known[key]
 
@@ -81,6 +85,11 @@ def run(home: Path, kind: str, directory: Path, *args: str, **options) -> warm.D
 
 def start(home: Path, kind: str, directory: Path, *args: str, **options) -> warm.Running:
     return warm.start("run", home / f"{kind}.yaml", "--output", directory / "out", *args, cwd=directory, **options)
+
+
+def code_of(kind: str) -> int:
+    """Healing random weights on so little text is thrown away, which is a fallback."""
+    return 3 if kind.startswith("heal") else 0
 
 
 def units(directory: Path) -> list[str]:
@@ -96,7 +105,17 @@ def killed_after(home: Path, kind: str, directory: Path, unit: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "seed"), [("rtn", 0), ("gptq", 1), ("gptq", 2), ("chain", 3), ("chain", 4), ("surgery", 5)]
+    ("kind", "seed"),
+    [
+        ("rtn", 0),
+        ("gptq", 1),
+        ("gptq", 2),
+        ("chain", 3),
+        ("chain", 4),
+        ("surgery", 5),
+        ("heal blocks", 6),
+        ("heal whole", 7),
+    ],
 )
 def test_j1_killed_at_random_moments_and_resumed_gives_the_same_bytes(home, tmp_path, uninterrupted, kind, seed):
     expected, events = uninterrupted(kind)
@@ -105,7 +124,7 @@ def test_j1_killed_at_random_moments_and_resumed_gives_the_same_bytes(home, tmp_
     while (done := run(home, kind, tmp_path, "--resume", kill_at=draw.randint(1, events // 2))).code == 137:
         kills += 1
         assert set(tiny.visible(tmp_path)) <= {"out.partial"} and not done.temporary
-    assert done.code == 0, done.err
+    assert done.code == code_of(kind), done.err
     assert kills >= 2
     assert tiny.contents(tmp_path / "out") == expected
     assert tiny.visible(tmp_path) == ["out"]

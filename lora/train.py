@@ -1,0 +1,97 @@
+"""Train parameters on sequences, so that a run killed at any moment goes on with the same numbers.
+
+Which sequences a step sees depends on the seed and the step alone; a checkpoint holds the parameters, Adam's moments and
+the curve. So the curve of a run that was stopped is, to the bit, that of one that was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..checkpoint.errors import SutureError
+from .distill import rate_at
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """How to train. A group's own rate is multiplied by the schedule."""
+
+    steps: int
+    batch: int  # sequences per step; their gradients are added up one by one
+    warmup: float
+    checkpoint: int  # steps between checkpoints
+    seed: int
+
+
+def train(
+    loss: Callable[[int], Tensor],
+    groups: Sequence[dict[str, Any]],
+    held_out: Callable[[], float],
+    sequences: int,
+    options: TrainOptions,
+    *,
+    start: dict[str, Any] | None,
+    save: Callable[[dict[str, Any]], None],
+    track: Callable[[Iterator[int], int], Iterator[int]],
+) -> list[dict[str, float]]:
+    """Minimize the mean of `loss(sequence)`; the parameters are left as trained. Returns the curve.
+
+    `start`: what `save` was given last, or None. `held_out`: what the curve says beside the loss. Raises SutureError when
+    the loss is not finite.
+    """
+    parameters: list[Tensor] = [p for group in groups for p in group["params"]]
+    adam = torch.optim.Adam(list(groups), betas=(0.9, 0.95), eps=1e-10)
+    rates = [group["lr"] for group in adam.param_groups]
+    curve: list[dict[str, float]] = []
+    done, since = 0, []
+    if start is None:
+        curve.append({"step": 0, "held_out_kl": held_out()})
+    else:
+        done, curve = int(start["step"]), list(start["curve"])
+        adam.load_state_dict(start["adam"])
+        with torch.no_grad():
+            for parameter, value in zip(parameters, start["parameters"], strict=True):
+                parameter.copy_(value)
+    order = _order(sequences, options, done)
+    for step in track(iter(range(done, options.steps)), options.steps - done):
+        for group, rate in zip(adam.param_groups, rates, strict=True):
+            group["lr"] = rate * rate_at(step, options.steps, options.warmup)
+        adam.zero_grad(set_to_none=True)
+        total = 0.0
+        for _ in range(options.batch):
+            with torch.enable_grad():
+                part = loss(next(order)) / options.batch
+                part.backward()
+            total += float(part.detach())
+        if not total < float("inf"):
+            raise SutureError(
+                f"training: the loss is {total} at step {step + 1} of {options.steps}", "use a lower rate"
+            )
+        adam.step()
+        since.append(total)
+        if (step + 1) % options.checkpoint == 0 or step + 1 == options.steps:
+            curve.append({"step": step + 1, "loss": sum(since) / len(since), "held_out_kl": held_out()})
+            since.clear()
+            save(
+                {
+                    "step": step + 1,
+                    "parameters": [parameter.detach().cpu() for parameter in parameters],
+                    "adam": adam.state_dict(),
+                    "curve": curve,
+                }
+            )
+    return curve
+
+
+def _order(sequences: int, options: TrainOptions, done: int) -> Iterator[int]:
+    """Sequence numbers from step `done` on: every pass over them in another order."""
+    epoch, skipped = divmod(done * options.batch, sequences)
+    while True:
+        generator = torch.Generator().manual_seed(options.seed * 1_000_003 + epoch)
+        yield from torch.randperm(sequences, generator=generator).tolist()[skipped:]
+        epoch, skipped = epoch + 1, 0

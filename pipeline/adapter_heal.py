@@ -1,0 +1,113 @@
+"""An adapter that heals a quantized model: trained beside it towards the original, and kept apart from it.
+
+A quantized base cannot hold the change: merged and rounded again most of it would be lost. So the base stays as it is, the
+adapter carries its fingerprint, and PEFT loads the pair.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..checkpoint.errors import SutureError
+from ..checkpoint.manifest import sha256_file
+from ..checkpoint.reader import Checkpoint
+from ..checkpoint.staging import check_output, open_staging
+from ..lora.compose import Form, base_metadata, compose
+from ..lora.settings import HealSettings
+from .adapter_files import Written, commit_adapter, open_dense, runtime_path
+from .heal_whole import Desk, costs_of, hook_factors, linears_of, same_vocabulary, train_whole
+from .judge import judge, split, why_not
+from .progress import Progress, Silent
+from .recipe import CalibrationSettings, make_settings
+from .texts import calibration_text, text_model
+
+_BUDGET = 2 << 30  # bytes of hidden states kept in memory
+
+
+def heal(
+    model: str | Path,
+    output: str | Path,
+    *,
+    teacher: str | Path,
+    calibration: Mapping[str, Any],
+    overwrite: bool = False,
+    resume: bool = False,
+    progress: Progress | None = None,
+    **settings: Any,
+) -> Written:
+    """Train a LoRA for `model`, which may be quantized, towards `teacher`, which it was made from.
+
+    `calibration`: keys of a recipe's calibration. `settings`: keys of the step `heal` with method lora. Raises SutureError
+    for everything that does not fit, and when the adapter does not make the model better on the sequences held out.
+    """
+    progress, output = progress or Silent(), Path(output)
+    chosen = make_settings(HealSettings, {"method": "lora", **settings}, "heal")
+    if chosen.method != "lora":
+        raise SutureError(f"heal: method: {chosen.method} changes weights; an adapter is method: lora", "leave it out")
+    (checkpoint, student), (original, source) = open_dense(model), open_dense(teacher)
+    check_output(output, checkpoint.path, overwrite, resume)
+    check_output(output, original.path, overwrite, resume)
+    same_vocabulary(source, student)
+    linears = linears_of(student.layout, chosen)
+    limit = getattr(source.hf_config, "max_position_embeddings", None)
+    text = text_model(original, source.source.shapes[source.layout.embedding][0], limit)
+    told = make_settings(CalibrationSettings, calibration, "calibration")
+    blocks = calibration_text(told, text).blocks
+    parts = split(blocks, chosen.held(len(blocks.ids)), "heal")
+    recipe = {"command": "lora heal", **chosen.model_dump(), "calibration": told.model_dump()}
+    begun = {
+        "suture": __version__,
+        "torch": torch.__version__,
+        "recipe": hashlib.sha256(json.dumps(recipe, sort_keys=True).encode()).hexdigest(),
+        "model": _hash(checkpoint),
+        "teacher": _hash(original),
+        "text": blocks.sha256,
+    }
+    progress.say(costs_of(student.source, student.layout, linears, 0, chosen).note)
+    with open_staging(output, begun, overwrite, resume) as staging:
+        desk = Desk(staging, "heal", "heal", progress, _BUDGET)
+        trained = train_whole(student, source, parts, chosen, linears, (), desk)
+        scale = chosen.value("alpha") / chosen.value("r")
+        healed = open_dense(model)[1]
+        hook_factors(healed, {module: (f.A, f.B) for module, f in trained.factors.items()}, scale)
+        verdict = judge(source, student, healed, parts.held, progress.track, _BUDGET).describe()
+        if not verdict["better"]:
+            staging.discard()
+            raise SutureError(f"heal: {why_not(verdict)}", "no adapter was written: use the model as it is")
+        form = Form(
+            base=str(checkpoint.path) if not checkpoint.revision else checkpoint.source,
+            alpha=chosen.value("alpha"),
+            fan_in_fan_out=student.family.conv1d,
+        )
+        modules = {runtime_path(student, linear): trained.factors[linear.module] for linear in linears}
+        new = compose(modules, form, base_metadata(student.source, student.layout))
+        receipt = {
+            "compared_with": original.source,
+            "text": parts.describe(),
+            "held_out": verdict,
+            "steps": trained.steps,
+            "tokens": trained.tokens,
+            "curve": trained.curve,
+        }
+        kept = ["to be kept beside its base: merged into a quantized one, most of the change is rounded away"]
+        return commit_adapter(
+            staging,
+            new,
+            recipe,
+            {"model": checkpoint.source, "original": original.source},
+            {linear.name: {"r": chosen.value("r")} for linear in linears},
+            kept if checkpoint.quantization is not None else [],
+            [receipt],
+        )
+
+
+def _hash(checkpoint: Checkpoint) -> str:
+    files = sorted((path.name, sha256_file(path)) for path in checkpoint.weight_files)
+    return hashlib.sha256(json.dumps([files, checkpoint.config], sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,298 @@
+"""Healing: the cores on small problems, the step on real files, and what is refused or left alone."""
+
+import json
+import shutil
+from unittest.mock import patch
+
+import pytest
+import torch
+from kit import ids_file, make, read, run
+
+from suture.calibrate.fit import Fitted
+from suture.checkpoint.errors import SutureError
+from suture.checkpoint.manifest import read_manifest
+from suture.lora.adapter import FINGERPRINT, open_adapter
+from suture.lora.distill import forward_kl, top_k
+from suture.lora.settings import HealSettings
+from suture.lora.train import TrainOptions, train
+from suture.pipeline import heal_blocks, heal_whole
+from suture.pipeline.adapters import heal
+from suture.pipeline.walk import distance
+from suture.surgery.heal import HealOptions, heal_block
+
+MEAN = {"gqa": {"kv_heads": 1, "method": "mean"}}
+WHOLE = {"tokens": 24 * 4 * 30, "batch": 4, "checkpoint": 7, "top_k": 32}
+LORA = {"method": "lora", "r": 8, "rate": 0.01, **WHOLE}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("heal")
+    ids_file(directory / "ids.jsonl", rows=24, length=70)
+    make("Q2", directory / "Q2")
+    make("L1", directory / "L1")
+    make("L1", directory / "MQA", rms_norm_eps=1e-5, num_key_value_heads=1)
+    return directory
+
+
+def go(home, output, *steps, model="Q2", samples=40, **more):
+    calibration = {"data": str(home / "ids.jsonl"), "samples": samples, "length": 24}
+    recipe = {"model": str(home / model), "output": str(home / output), "calibration": calibration}
+    return run(recipe | {"steps": list(steps)} | more.pop("recipe", {}), **more).manifest
+
+
+# ---- cores
+
+
+def test_a_block_is_trained_towards_its_targets_whatever_the_size_of_its_tensors():
+    draw = torch.Generator().manual_seed(0)
+    A, B = (torch.randn(16, 16, generator=draw) for _ in range(2))
+    xs = [torch.randn(1, 20, 16, generator=draw) for _ in range(12)]
+    ys = [torch.tanh(x @ A.T) @ B.T for x in xs]
+
+    def healed(size):
+        start = {
+            "A": (A + 0.3 * torch.randn(16, 16, generator=torch.Generator().manual_seed(1))) * size,
+            "B": B.clone(),
+        }
+        forward = lambda w, x: torch.tanh(x @ (w["A"] / size).T) @ w["B"].T  # noqa: E731
+        dtypes = {"A": torch.float32, "B": torch.bfloat16}
+        return heal_block(forward, start, dtypes, xs, ys, 3, HealOptions(epochs=6, rate=0.02, seed=0))
+
+    one, tiny = healed(1.0), healed(2.0**-24)
+    assert one.after < 0.5 * one.before and one.epoch > 0
+    assert one.state["B"].dtype == torch.bfloat16
+    assert one.after == tiny.after and torch.equal(one.state["A"], tiny.state["A"] * 2.0**24)
+
+
+def test_the_divergence_is_exact_with_all_tokens_and_a_lower_bound_with_few():
+    draw = torch.Generator().manual_seed(0)
+    p, q = (3 * torch.randn(7, 50, generator=draw, dtype=torch.float64) for _ in range(2))
+    exact = (p.softmax(-1) * (p.log_softmax(-1) - q.log_softmax(-1))).sum(-1)
+    found = {k: forward_kl(q, *top_k(p, k)) for k in (1, 8, 50)}
+    torch.testing.assert_close(found[50].double(), exact, rtol=1e-4, atol=1e-5)
+    assert (found[1] <= found[8] + 1e-6).all() and (found[8] <= found[50] + 1e-6).all() and (found[1] > 0).all()
+    same = p.clone().requires_grad_()
+    forward_kl(same, *top_k(p, 8)).sum().backward()
+    assert float(same.grad.abs().max()) < 1e-6
+
+
+def toy(start=None, steps=20, stop=None):
+    """(weights, curve, saved states) of a small regression."""
+    draw = torch.Generator().manual_seed(0)
+    xs = torch.randn(9, 5, 4, generator=draw)
+    w = torch.zeros(4, 3, requires_grad=True)
+    goal, saved, seen = torch.randn(4, 3, generator=draw), [], []
+
+    def loss(i):
+        if i < 8:
+            seen.append(i)
+        return (xs[i] @ (w - goal)).pow(2).mean()
+
+    def save(state):
+        saved.append(json.loads(json.dumps({"step": state["step"]})) | {**state, "adam": _copied(state["adam"])})
+        saved[-1]["parameters"] = [p.clone() for p in state["parameters"]]
+        saved[-1]["curve"] = list(state["curve"])
+
+    options = TrainOptions(steps=steps, batch=2, warmup=0.1, checkpoint=6, seed=3)
+    groups = [{"params": [w], "lr": 0.1}]
+    curve = train(
+        loss, groups, lambda: float(loss(8).detach()), 8, options, start=start, save=save, track=lambda s, n: s
+    )
+    return w.detach().clone(), curve, saved, seen
+
+
+def _copied(state):
+    return {
+        "state": {k: {n: t.clone() for n, t in v.items()} for k, v in state["state"].items()},
+        "param_groups": [dict(group) for group in state["param_groups"]],
+    }
+
+
+def test_training_goes_on_to_the_bit_from_any_checkpoint_and_sees_all_sequences_equally_often():
+    whole, curve, saved, seen = toy()
+    assert curve[-1]["held_out_kl"] < 0.5 * curve[0]["held_out_kl"]
+    assert [state["step"] for state in saved] == [6, 12, 18, 20]
+    assert all(sorted(seen[i : i + 8]) == list(range(8)) for i in range(0, 40, 8)) and seen[:8] != seen[8:16]
+    for state in saved[:-1]:
+        again, rest, _, _ = toy(start=state)
+        assert torch.equal(again, whole) and rest == curve
+
+
+# ---- the step
+
+
+@pytest.mark.parametrize("settings", [{}, {"parts": "block", "epochs": 2}], ids=["attention", "block"])
+def test_block_by_block_what_pooling_lost_is_partly_won_back(home, settings):
+    name = f"blocks-{len(settings)}"
+    manifest = go(home, name, MEAN, {"heal": {"rate": 0.02, **settings}})
+    lost, healed = manifest["receipts"]
+    assert healed["kept"] == "healed" and healed["kl"] < lost["kl"] and healed["held_out"]["better"]
+    assert healed["block_error_after"] < healed["block_error_before"]
+    assert healed["held_out"]["kl_change_low_high"][2] < 0
+    text = healed["text"]
+    assert text["train"]["sequences"] == 35 and text["held_out"]["sequences"] == 5
+    before, after = read(home / "Q2"), read(home / name)
+    changed = {key.split(".")[3] for key in after if not torch.equal(before[key], after[key])}
+    assert changed == (
+        {"self_attn"} if not settings else {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    )
+
+
+def test_a_residual_stream_that_latent_attention_scaled_is_compared_at_its_scale(home):
+    exact = {"mla": {"rank": 8, "rope_dim": 8, "dtype": "float32"}}
+    same = go(home, "mla-refit", exact, {"refit": {}}, model="MQA")["receipts"][1]
+    assert same["missing_before"] < 1e-5  # at another scale most would be missing
+    healed = go(home, "mla-heal", exact, {"heal": {"epochs": 1}}, model="MQA")["receipts"][1]
+    assert healed["block_error_before"] < 1e-5
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_the_whole_model_is_trained_and_its_curve_falls(home, method):
+    settings = LORA if method == "lora" else {"method": "full", **WHOLE, "rate": 0.02}
+    manifest = go(home, method, MEAN, {"heal": settings})
+    healed = manifest["receipts"][1]
+    curve = healed["curve"]
+    assert [point["step"] for point in curve] == [0, 7, 14, 21, 28, 30] and healed["tokens"] == WHOLE["tokens"]
+    assert curve[-1]["held_out_kl"] < 0.8 * curve[0]["held_out_kl"] and curve[-1]["loss"] < curve[1]["loss"]
+    assert healed["kept"] == "healed"
+    start, after = read_after_gqa(home), read(home / method)
+    changed = {key.split(".", 3)[3].removesuffix(".weight") for key in after if not torch.equal(start[key], after[key])}
+    linears = {f"self_attn.{x}_proj" for x in "qkvo"} | {f"mlp.{x}_proj" for x in ("gate", "up", "down")}
+    assert changed == linears if method == "lora" else linears < changed
+    assert any("16 bytes each" in note for note in manifest["notes"])
+
+
+def read_after_gqa(home):
+    if not (home / "mean").exists():
+        go(home, "mean", MEAN)
+    return read(home / "mean")
+
+
+@pytest.mark.parametrize(("name", "method"), [("GP", "lora"), ("P3", "lora"), ("G2", "full"), ("MX", "full")])
+def test_what_is_written_is_what_was_trained_also_after_layers_were_dropped(home, name, method):
+    """Conv1D, fused projections, sandwich norms, experts; all tokens kept, so both measures are the same divergence."""
+    if not (home / name).exists():
+        make(name, home / name, "float32")
+    settings = {"method": method, **WHOLE, "tokens": 24 * 4 * 8, "top_k": 320, "rate": 0.01}
+    settings |= {"r": 8} if method == "lora" else {}
+    receipt = go(home, f"written-{name}", {"layers": {"drop": [1]}}, {"heal": settings}, model=name)["receipts"][1]
+    curve, held = receipt["curve"], receipt["held_out"]["kl_to_original"]
+    assert curve[0]["held_out_kl"] == pytest.approx(held["before"], rel=0.1)  # one more position per sequence there
+    assert curve[-1]["held_out_kl"] == pytest.approx(held["healed"], rel=0.1)
+    assert abs(held["healed"] - held["before"]) > 0.002 * held["before"]  # there was something to write
+
+
+def test_recomputing_blocks_changes_nothing(home):
+    settings = {**LORA, "tokens": 24 * 4 * 2}
+    curves = [
+        go(home, f"recompute-{flag}", MEAN, {"heal": {**settings, "recompute": flag}})["receipts"][1]["curve"]
+        for flag in (False, True)
+    ]
+    assert curves[0] == curves[1]
+
+
+def test_a_run_that_dies_between_checkpoints_ends_as_one_that_did_not(home):
+    step = {"heal": LORA}
+    whole = go(home, "whole", MEAN, step)
+    real, calls = heal_whole.forward_kl, []
+
+    def dying(*args):
+        calls.append(1)
+        if len(calls) > 80:
+            raise KeyboardInterrupt
+        return real(*args)
+
+    with patch.object(heal_whole, "forward_kl", dying), pytest.raises(KeyboardInterrupt):
+        go(home, "died", MEAN, step)
+    work = home / "died.partial/work"
+    assert torch.load(work / "step-2-training.pt", weights_only=True)["step"] == 14
+    resumed = go(home, "died", MEAN, step, resume=True)
+    assert resumed["receipts"] == whole["receipts"]
+    assert all(
+        torch.equal(a, b) for a, b in zip(read(home / "whole").values(), read(home / "died").values(), strict=True)
+    )
+
+
+@pytest.mark.parametrize("settings", [{}, LORA], ids=["blocks", "lora"])
+def test_a_model_that_lost_nothing_is_left_alone_and_it_is_said(home, settings):
+    manifest = go(home, f"same-{len(settings)}", {"heal": settings})
+    receipt = manifest["receipts"][0]
+    assert receipt["kept"] == "the step's input" and "nothing to win back" in receipt["notes"][0]
+    assert "nothing to win back" in manifest["fallbacks"]["heal"]
+    before, after = read(home / "Q2"), read(home / f"same-{len(settings)}")
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_training_that_makes_it_worse_is_thrown_away(home):
+    def spoil(forward, weights, dtypes, *_):
+        return Fitted({name: 3 * torch.randn_like(w).to(dtypes[name]) for name, w in weights.items()}, 0.5, 0.1, 1)
+
+    with patch.object(heal_blocks, "heal_block", spoil):
+        manifest = go(home, "worse", MEAN, {"heal": {}})
+    receipt = manifest["receipts"][1]
+    assert receipt["kept"] == "the step's input" and not receipt["held_out"]["better"]
+    assert receipt["held_out"]["kl_to_original"]["healed"] > receipt["held_out"]["kl_to_original"]["before"]
+    start, after = read_after_gqa(home), read(home / "worse")
+    assert all(torch.equal(start[name], after[name]) for name in start)
+
+
+# ---- refusals
+
+
+def test_what_cannot_be_healed_is_refused_before_anything_is_written(home):
+    def refused(match, *steps, **more):
+        with pytest.raises(SutureError, match=match):
+            go(home, "never", *steps, **more)
+        assert not (home / "never").exists()
+
+    refused("5 are held out to judge the result, leave none", {"heal": {}}, samples=5)
+    report = {"report": {"data": str(home / "ids.jsonl"), "window": 16, "max_windows": 6}}
+    refused("24 of the 24 documents of .* are also in the text to train on", {"heal": {}}, recipe=report)
+    refused("r: 99 is more than", {"heal": {"method": "lora", "r": 99}})
+    refused("epochs belongs to method: blocks", {"heal": {"method": "lora", "epochs": 2}})
+    refused("turned the residual stream", {"rotate": {}}, {"heal": {}}, model="L1")
+    refused("their residual streams cannot be compared", {"layers": {"drop": [1]}}, {"heal": {}})
+    shutil.rmtree(home / "never.partial")  # found once the layers were dropped
+    refused("comes after rtn", {"rtn": {}}, {"heal": {}})
+    same = home / "twice.jsonl"
+    same.write_text((json.dumps({"input_ids": list(range(24))}) + "\n") * 12)
+    calibration = {"calibration": {"data": str(same), "samples": 12, "length": 24}}
+    refused("held-out sequences are also among those to train on", {"heal": {}}, recipe=calibration)
+
+
+def test_settings_of_one_method_are_not_settings_of_another():
+    with pytest.raises(ValueError, match="parts belongs to method: blocks, not to full"):
+        HealSettings(method="full", parts="block")
+    assert HealSettings.model_validate(HealSettings(method="lora", r=4).model_dump()).value("alpha") == 32
+
+
+# ---- beside a quantized model
+
+
+def test_an_adapter_heals_a_quantized_model_from_beside_it_and_peft_loads_the_pair(home):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    original, quantized, output = home / "Q2", home / "w2", home / "beside"
+    run({"model": str(original), "output": str(quantized), "steps": [{"rtn": {"bits": 2, "group_size": 16}}]})
+    before = {path.name: path.read_bytes() for path in quantized.iterdir()}
+    text = {"data": str(home / "ids.jsonl"), "samples": 40, "length": 24}
+    settings = {key: value for key, value in LORA.items() if key != "method"}
+    written = heal(quantized, output, teacher=original, calibration=text, **settings)
+    assert {path.name: path.read_bytes() for path in quantized.iterdir()} == before and written.notes
+    receipt = read_manifest(output)["receipts"][0]
+    held = receipt["held_out"]
+    assert held["better"] and receipt["curve"][-1]["held_out_kl"] < receipt["curve"][0]["held_out_kl"]
+    assert FINGERPRINT in open_adapter(output).metadata
+    base = AutoModelForCausalLM.from_pretrained(quantized, dtype=torch.float32)
+    ids = torch.tensor([json.loads(line)["input_ids"][:24] for line in (home / "ids.jsonl").read_text().splitlines()])
+    wanted = AutoModelForCausalLM.from_pretrained(original, dtype=torch.float32)(ids).logits
+    alone = base(ids).logits
+    paired = PeftModel.from_pretrained(base, output)(ids).logits
+    assert distance(wanted, paired)["kl"] < 0.9 * distance(wanted, alone)["kl"]
+    with pytest.raises(SutureError, match="nothing to win back; "):
+        heal(original, home / "never", teacher=original, calibration=text, **settings)
+    with pytest.raises(SutureError, match="method: full changes weights"):
+        heal(quantized, home / "never", teacher=original, calibration=text, method="full")
+    assert not (home / "never").exists() and not (home / "never.partial").exists()
