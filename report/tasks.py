@@ -286,7 +286,7 @@ def _prompts(row: Mapping[str, Any]) -> Item:
         return Item(tuple((context, ending) for context in row["context_options"]), int(row["gold"]), group)
     if "choices" not in row:
         return Item(((str(row["context"]), " " + str(row["continuation"]).lstrip()),), 0, group)
-    prompt = str(row["query"]).rstrip()
+    prompt = str(row["query"])  # as it is, also where it ends with a line break: lm-eval scores that as the choice's
     return Item(tuple((prompt, f" {choice}") for choice in row["choices"]), int(row["gold"]), group)
 
 

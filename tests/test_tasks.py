@@ -65,7 +65,7 @@ FORMS = {
         ),
         1,
     ),
-    "query": ({"query": "So", "choices": ["x", "y"], "gold": 1}, (("So", " x"), ("So", " y")), 1),
+    "query": ({"query": "So\n", "choices": ["x", "y"], "gold": 1}, (("So\n", " x"), ("So\n", " y")), 1),
     "options": (
         {"context_options": ["A", "B"], "continuation": "ran.", "gold": 0},
         (("A", " ran."), ("B", " ran.")),
