@@ -5,13 +5,16 @@ BIN := $(VENV)/bin
 SOURCES := $(shell find . \( -name '*.py' -o -name '*.yaml' -o -name 'schema.json' -o -name '*.j2' \) \
 	-not -path './$(VENV)/*' -not -path './build/*' -not -path './tests/*' -not -path './out/*')
 
-.PHONY: demo test install lint clean
+.PHONY: demo test docs install lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/suture run recipes/quickstart.yaml --overwrite
 
 test: $(VENV)/installed-dev lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile  # threads of two processes on two cores would wait for one another
+
+docs: $(VENV)/installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from enum import StrEnum
 from pathlib import Path
@@ -10,16 +11,17 @@ from typing import Annotated, Any
 
 import typer
 
-from . import lora
+from . import lora, recipes
 from .messages import messages as _messages
 
 app = typer.Typer(
-    no_args_is_help=True,
-    add_completion=False,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     help="Operate on Hugging Face LLM checkpoints; every tensor accounted for, every number with its error bar.",
 )
 app.add_typer(lora.app, name="lora")
+app.add_typer(recipes.app, name="recipes")
+app.command()(recipes.init)
 
 
 class DeviceName(StrEnum):
@@ -39,6 +41,25 @@ class Protocol(StrEnum):
     lm_eval = "lm-eval"
 
 
+def _told(level: str) -> Callable[[bool], None]:
+    """The callback of an option that says how much is told."""
+
+    def chosen(value: bool) -> None:
+        if value:
+            from .console import Level, set_level
+
+            set_level(Level[level])
+
+    return chosen
+
+
+Quiet = Annotated[
+    bool, typer.Option("--quiet", "-q", callback=_told("quiet"), help="No progress and no notes, the result alone.")
+]
+Verbose = Annotated[
+    bool,
+    typer.Option("--verbose", "-v", callback=_told("verbose"), help="Every unit of work, and every layer's record."),
+]
 Device = Annotated[DeviceName, typer.Option(help="Where to compute; auto: CUDA when it is there.")]
 Json = Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output as a whole.")]
@@ -55,13 +76,16 @@ def run(
     resume: Resume = False,
     overwrite: Overwrite = False,
     device: Device = DeviceName.auto,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Run a recipe: read, change, write, verify, report."""
     with _messages(_RESUME):
         from ..pipeline.recipe import load_recipe
 
         overrides = _overrides(set_, output) | ({} if gate is None else {"gate": str(gate)})
-        _run(load_recipe(recipe, overrides), device, overwrite, resume)
+        _run(load_recipe(recipe, overrides), device, overwrite, resume, as_json)
 
 
 @app.command()
@@ -94,7 +118,10 @@ Show = Annotated[bool, typer.Option("--show-recipe", help="Print the recipe that
 def quantize(
     model: Annotated[str, typer.Argument(help="directory, hub id, or builtin:tiny")],
     output: Annotated[Path, typer.Argument(help="directory to write")],
-    method: Annotated[str, typer.Option(help="How to round: a step that `suture steps` lists as rounding.")] = "gptq",
+    method: Annotated[
+        str,
+        typer.Option(help="How to round: a step that `suture steps` lists as rounding.", autocompletion=recipes.steps),
+    ] = "gptq",
     bits: Annotated[int | None, typer.Option(help="bits per weight, for methods that have them [4]")] = None,
     group_size: Annotated[int | None, typer.Option(help="inputs per scale; -1: one per channel [128]")] = None,
     asymmetric: Annotated[bool, typer.Option("--asymmetric", help="With zero points.")] = False,
@@ -111,6 +138,9 @@ def quantize(
     overwrite: Overwrite = False,
     device: Device = DeviceName.auto,
     download: Download = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Quantize a model in one step."""
     with _messages(_RESUME):
@@ -123,7 +153,7 @@ def quantize(
         _check_rounds(method)
         text = _text(calibration, samples, length, seed, report)
         content = {"model": model, "steps": [{method: settings}], "output": str(output), "download": download, **text}
-        _run_content(content, show_recipe, device, overwrite, resume)
+        _run_content(content, show_recipe, device, overwrite, resume, as_json)
 
 
 @app.command()
@@ -143,6 +173,9 @@ def apply(
     overwrite: Overwrite = False,
     device: Device = DeviceName.auto,
     download: Download = False,
+    as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Apply any steps to a model; `suture steps` lists them."""
     with _messages(_RESUME):
@@ -151,12 +184,14 @@ def apply(
         text = _text(calibration, samples, length, seed, report)
         steps = [parse_step(one) for one in step]
         content = {"model": model, "steps": steps, "output": str(output), "download": download, **text}
-        _run_content(content, show_recipe, device, overwrite, resume)
+        _run_content(content, show_recipe, device, overwrite, resume, as_json)
 
 
 @app.command()
 def steps(
-    name: Annotated[str | None, typer.Argument(help="one step, with its settings")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help="one step, with its settings", autocompletion=recipes.steps)
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """List the steps of recipes, or the settings of one."""
@@ -189,6 +224,8 @@ def report(
     ] = False,
     device: Device = DeviceName.auto,
     as_json: Json = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Score models against a base on identical tokens, with paired intervals."""
     with _messages():
@@ -256,14 +293,32 @@ def inspect(
 def check(
     directory: Annotated[Path, typer.Argument(help="a directory that suture wrote")],
     no_load: Annotated[bool, typer.Option("--no-load", help="Compare files and tensors only.")] = False,
+    as_json: Json = False,
 ) -> None:
     """Verify an output: hashes, tensors, and that stock transformers loads it."""
     with _messages():
         from ..pipeline.check import check as check_output
 
         result = check_output(directory, load=not no_load)
+        if as_json:
+            print(json.dumps(result, indent=1))
+            return
         loaded = ", loads in stock transformers" if result["loaded"] else ""
         print(f"{directory}: {result['files']} files and {result['tensors']} tensors as recorded{loaded}")
+
+
+@app.command()
+def watch(
+    output: Annotated[Path, typer.Argument(help="the directory that a run, started elsewhere, will write")],
+) -> None:
+    """Follow a run's log until it has finished (exit code 0) or its process is gone (1)."""
+    with _messages():
+        from ..pipeline.watch import follow
+
+        for seen in follow(output):
+            print(seen.text, flush=True)
+            if seen.ended == "died":
+                raise typer.Exit(1)
 
 
 def version(value: bool) -> None:
@@ -274,11 +329,36 @@ def version(value: bool) -> None:
         raise typer.Exit
 
 
+_FIRST_STEPS = """\
+suture operates on Hugging Face LLM checkpoints; every tensor is accounted for, every number has its error bar.
+
+Commands, with an example each:
+  inspect    what a model is and what it costs     suture inspect builtin:tiny
+  init       write a first recipe                  suture init --goal w4-vllm --model builtin:tiny
+  recipes    the recipes that ship                 suture recipes show gqa-heal
+  plan       what a recipe would do                suture plan recipe.yaml
+  run        do it, verify it, score it            suture run recipe.yaml
+  watch      follow a run from elsewhere           suture watch out/w4-vllm
+  quantize   one step without a recipe             suture quantize builtin:tiny out/w4 --method rtn --group-size 64
+  apply      any steps without a recipe            suture apply builtin:tiny out/gqa --step 'gqa: {kv_heads: 4, method: mean}'
+  report     score models on identical tokens      suture report builtin:tiny out/w4 --data builtin:holmes
+  lora       adapters: inspect, attach, extract    suture lora attach builtin:tiny out/adapter
+  check      is an output what was written?        suture check out/w4
+
+suture COMMAND --help says all of one; suture --help lists all; suture steps lists what recipes can do."""
+
+
 @app.callback()
 def root(
+    context: typer.Context,
     show: Annotated[bool, typer.Option("--version", callback=version, is_eager=True, help="Print it.")] = False,
+    quiet: Quiet = False,
+    verbose: Verbose = False,
 ) -> None:
     """Keeps `--version` beside the commands."""
+    if context.invoked_subcommand is None:
+        print(_FIRST_STEPS, file=sys.stderr)
+        raise typer.Exit(2)
 
 
 def _check_rounds(method: str) -> None:
@@ -301,14 +381,16 @@ def _text(calibration: str | None, samples: int, length: int, seed: int, report:
     return sections
 
 
-def _run_content(content: dict[str, Any], show: bool, device: str, overwrite: bool, resume: bool) -> None:
+def _run_content(
+    content: dict[str, Any], show: bool, device: str, overwrite: bool, resume: bool, as_json: bool
+) -> None:
     from ..pipeline.recipe import make_recipe
 
     recipe = make_recipe(content)
     if show:
         print(recipe.to_yaml(), end="")
     else:
-        _run(recipe, device, overwrite, resume)
+        _run(recipe, device, overwrite, resume, as_json)
 
 
 def _task(pair: str) -> dict[str, str]:
@@ -318,13 +400,16 @@ def _task(pair: str) -> dict[str, str]:
     return {"name": name, "data": file}
 
 
-def _run(recipe: Any, device: str, overwrite: bool, resume: bool) -> None:
+def _run(recipe: Any, device: str, overwrite: bool, resume: bool, as_json: bool) -> None:
     from ..pipeline.run import run as run_recipe
     from .console import TerminalProgress
-    from .tables import print_run
+    from .tables import print_run, run_facts
 
     finished = run_recipe(recipe, device=device, overwrite=overwrite, resume=resume, progress=TerminalProgress())
-    print_run(finished)
+    if as_json:
+        print(json.dumps(run_facts(finished), indent=1))
+    else:
+        print_run(finished)
     if finished.fallbacks:
         raise typer.Exit(3)
 

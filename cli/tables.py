@@ -8,6 +8,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from ..report.figures import seconds_text
+from .console import Level, level
+
 if TYPE_CHECKING:
     from ..pipeline.inspect import Inspection
     from ..pipeline.run import Run
@@ -45,7 +48,7 @@ def print_plan(plan: dict[str, Any]) -> None:
         ("weights", f"{megabytes(plan['bytes_in'])} → {megabytes(plan['bytes_out'])}"),
         ("peak memory", f"about {megabytes(plan['peak_memory'])}"),
         ("disk", megabytes(plan["disk"])),
-        ("time", f"about {plan['seconds']:.0f} s on {plan['device']}, verification and report not counted"),
+        ("time", f"about {seconds_text(plan['seconds'])} on {plan['device']}, verification and report not counted"),
         ("output", plan["output"]),
     ]
     _pairs("plan", rows)
@@ -84,8 +87,28 @@ def print_steps(content: dict[str, Any]) -> None:
     _console().print(table)
 
 
+def print_recipes(found: dict[str, dict[str, str]]) -> None:
+    table = Table(title="recipes; `suture recipes show NAME > FILE` writes one down", title_justify="left")
+    table.add_column("recipe", no_wrap=True)
+    table.add_column("what for")
+    for name, one in found.items():
+        table.add_row(name, escape(one["summary"]))
+    _console().print(table)
+
+
+def run_facts(run: Run) -> dict[str, Any]:
+    """A finished run as plain data."""
+    return {
+        "output": str(run.output.absolute()),
+        "bytes": {"before": run.plan.checkpoint.nbytes, "after": run.plan.steps[-1].shards.nbytes},
+        "seconds": {part: round(seconds, 3) for part, seconds in run.seconds.items()},
+        **{key: run.manifest[key] for key in ("verification", "receipts", "fallbacks", "modules", "kv_cache")},
+        "report": run.report.content if run.report is not None else None,
+    }
+
+
 def print_run(run: Run) -> None:
-    """The closing table of a run: the figure with its interval, sizes, what was verified."""
+    """The closing table of a run: the figure with its interval, sizes, what was verified; -v: each layer's record."""
     verification = run.manifest["verification"]
     if run.report is not None:
         table = Table(title="perplexity on identical held-out tokens", title_justify="left")
@@ -107,7 +130,7 @@ def print_run(run: Run) -> None:
             f"{_quantized(run)} quantized, {len(run.manifest['skipped_layers'])} left, {len(run.fallbacks)} fallbacks",
         ),
         *([("KV cache", kv_cache(run.manifest["kv_cache"]))] if run.manifest["kv_cache"] else []),
-        ("time", ", ".join(f"{part} {seconds:.1f} s" for part, seconds in run.seconds.items())),
+        ("time", ", ".join(f"{part} {_seconds(seconds)}" for part, seconds in run.seconds.items())),
         ("output", str(run.output)),
         (
             "verified",
@@ -116,10 +139,27 @@ def print_run(run: Run) -> None:
         ),
     ]
     _pairs("run", [*rows, *_receipts(run)])
+    if level() is Level.verbose:
+        _print_modules(run.manifest["modules"])
     _warn(run.plan.warnings)
     _warn(note for receipt in run.manifest["receipts"] for note in receipt.get("notes", ()))
     _warn([verification["note"]] if "note" in verification else [])
     _warn([f"fallback: {name}: {reason}" for name, reason in run.fallbacks.items()])
+
+
+def _print_modules(modules: dict[str, Any]) -> None:
+    """A row per layer, its single figures."""
+    table = Table(title="layers", title_justify="left")
+    table.add_column("layer")
+    table.add_column("record", overflow="fold")
+    for name, record in modules.items():
+        shown = (
+            f"{key} {value:.4g}" if isinstance(value, float) else f"{key} {value}"
+            for key, value in record.items()
+            if isinstance(value, str | int | float) and value != ""
+        )
+        table.add_row(escape(name), escape(", ".join(shown)))
+    _console().print(table)
 
 
 def _receipts(run: Run) -> list[tuple[str, str]]:
@@ -206,6 +246,8 @@ def print_curve(rows: list[dict[str, Any]]) -> None:
 
 
 def _warn(warnings: Any) -> None:
+    if level() is Level.quiet:
+        return
     console = _console()
     for warning in warnings:
         console.print(f"note: {warning}", markup=False, soft_wrap=True)
@@ -216,8 +258,13 @@ def kv_cache(sizes: dict[str, Any]) -> str:
     return f"{before:,} → {after:,} bytes per token, measured on a live {sizes['after']['kind']} in {sizes['after']['dtype']}"
 
 
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f} s" if seconds < 60 else seconds_text(seconds)
+
+
 def megabytes(count: int) -> str:
-    return f"{count / 1e6:,.1f} MB"
+    """In the unit that leaves at most four digits before the point."""
+    return f"{count / 1e6:,.1f} MB" if count < 1e9 else f"{count / 1e9:,.2f} GB"
 
 
 def interval(value: float, low: float | None, high: float | None, digits: int) -> str:

@@ -19,7 +19,7 @@ from ..lora.attach import FROM_ERROR, Init, draw, from_error, principal
 from ..lora.compose import Factors, Form, base_metadata, compose
 from ..quant.targets import select
 from .adapter_files import Written, open_dense, runtime_path, short, stored_weight, write_adapter
-from .progress import Progress, Silent
+from .progress import Progress, default_progress
 from .recipe import CalibrationSettings
 from .texts import calibration_text, text_model
 
@@ -46,7 +46,7 @@ def attach(
     `init`: see `lora.attach`. loftq and eora need `original`, the unquantized checkpoint that `model` was made from, and
     eora also `calibration` (keys of a recipe's calibration). Raises SutureError for everything that does not fit.
     """
-    progress = progress or Silent()
+    progress = progress or default_progress()
     output = Path(output)
     _check_attach(r, alpha, init, original, calibration, dora)
     checkpoint, skeleton = open_dense(model)

@@ -15,7 +15,7 @@ from ..lora.adapter import Adapter, open_adapter
 from ..lora.combine import concatenated, dare, reduced, ties, truncated
 from ..lora.compose import Factors, Form, compose
 from .adapter_files import Written, short, write_adapter
-from .progress import Progress, Silent
+from .progress import Progress, default_progress
 
 
 def combine(
@@ -34,7 +34,7 @@ def combine(
     `ties` and `dare` act on the changes themselves and need a `rank` for what comes out; `density` is the share of each
     change that they keep. Adapters that hold more than low-rank changes are refused: their sums are not adapters.
     """
-    progress = progress or Silent()
+    progress = progress or default_progress()
     output = Path(output)
     opened = [(open_adapter(path), float(weight)) for path, weight in adapters]
     _check_combine(opened, method, rank, density)

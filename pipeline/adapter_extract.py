@@ -26,7 +26,7 @@ from ..report.clusters import paired
 from ..report.score import score
 from ..surgery.untie import head_to_add, untied_config
 from .adapter_files import Written, open_dense, runtime_path, short, stored_weight, write_adapter
-from .progress import Progress, Silent
+from .progress import Progress, default_progress
 from .recipe import ReportSettings
 from .texts import evaluation_text, text_model
 
@@ -52,7 +52,7 @@ def extract(
     all layers together) says how much is kept. Norms and biases that differ are stored in full, embeddings and head too
     unless `embeddings` is skip; whatever differs and is not covered is in the notes.
     """
-    progress = progress or Silent()
+    progress = progress or default_progress()
     output = Path(output)
     if sum(x is not None for x in (rank, energy, budget)) != 1:
         raise SutureError("rank, energy, budget: exactly one of them says how much is kept", "for example --rank 16")
@@ -193,7 +193,7 @@ def extraction_curve(
     `settings`: keys of a recipe's report. One row each: `model`, `perplexity`, `against_tuned` (ratio, low, high; paired on
     identical tokens), `kept` (share of the adapter's squared change). Raises SutureError for what does not fit together.
     """
-    progress = progress or Silent()
+    progress = progress or default_progress()
     opened = open_adapter(adapter)
     (first, before), (second, after) = open_dense(base), open_dense(tuned)
     _same_shapes(first, before, second, after)

@@ -13,7 +13,7 @@ from ..lora.adapter import Adapter, open_adapter
 from ..lora.compose import Factors, Form, base_metadata, compose
 from ..lora.transport import Map, find_map, fused_factors, without_empty_ranks
 from .adapter_files import Written, match_weighted, open_dense, runtime_path, stored_weight, write_adapter
-from .progress import Progress, Silent
+from .progress import Progress, default_progress
 
 
 def transport(
@@ -26,7 +26,7 @@ def transport(
     progress: Progress | None = None,
 ) -> Written:
     """The adapter of `base` as an adapter of `converted`, a model that linear surgery made from it; exact or refused."""
-    progress = progress or Silent()
+    progress = progress or default_progress()
     output = Path(output)
     opened = open_adapter(adapter)
     (first, before), (second, after) = open_dense(base), open_dense(converted)

@@ -18,7 +18,7 @@ from ..report.page import render
 from .costs import cost_of
 from .generation_runs import plan_generation, refuse_models_beyond_memory, run_generation
 from .plan import choose_device
-from .progress import Progress, Silent
+from .progress import Progress, default_progress
 from .recipe import CalibrationSettings, Recipe, ReportSettings, load_recipe, make_recipe
 from .run import Run
 from .run import run as _run
@@ -100,7 +100,7 @@ def compare(
     files are written there. `latency`: both are also loaded by transformers and timed, interleaved; the figures, which
     no second run repeats, go to latency.json and to the page, never into report.json.
     """
-    progress = progress or Silent()
+    progress = progress or default_progress()
     wanted = make_recipe(
         {"model": str(base), "steps": [{"rtn": {}}], "output": "unused", "report": {"data": data, **settings}}, "report"
     ).report

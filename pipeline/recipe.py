@@ -280,7 +280,7 @@ def describe_steps(name: str | None = None) -> dict[str, Any]:
     if name not in STEPS:
         raise SutureError(f"{name}: unknown step{did_you_mean(name, STEPS)}", f"known: {', '.join(STEPS)}")
     kind = STEPS[name]
-    return {"step": name, "summary": kind.summary, "settings": _describe_settings(kind.settings)}
+    return {"step": name, "summary": kind.summary, "settings": describe_settings(kind.settings)}
 
 
 def _needs_text(kind: StepKind) -> str:
@@ -288,7 +288,7 @@ def _needs_text(kind: StepKind) -> str:
     return "always" if kind.needs_text is always else "never" if kind.needs_text is never else "by settings"
 
 
-def _describe_settings(model: type[BaseModel]) -> dict[str, Any]:
+def describe_settings(model: type[BaseModel]) -> dict[str, Any]:
     """Per setting: its type, default and description."""
     described = {}
     for key, entry in model.model_fields.items():
@@ -429,7 +429,7 @@ def _plain(value: Any) -> Any:
 
 
 def _override(content: Any, key: str, value: Any) -> None:
-    *path, last = key.split(".")
+    *path, last = _path_of(content, key)
     at = content
     for part in path:
         try:
@@ -439,6 +439,21 @@ def _override(content: Any, key: str, value: Any) -> None:
     if not isinstance(at, Mapping):
         raise SutureError(f"--set {key}: no key '{last}' can be there", f"there {_holds(at)}")
     at[last] = value  # type: ignore[index]
+
+
+def _path_of(content: Any, key: str) -> list[str]:
+    """A dotted key's parts; a step's name may have a dot of its own (`lora.merge`)."""
+    parts, path = key.split("."), []
+    at: Any = content
+    while parts:
+        n = next((n for n in range(len(parts), 0, -1) if isinstance(at, Mapping) and ".".join(parts[:n]) in at), 1)
+        path.append(".".join(parts[:n]))
+        parts = parts[n:]
+        try:
+            at = at[int(path[-1])] if isinstance(at, list) else at[path[-1]]
+        except (KeyError, IndexError, ValueError, TypeError):
+            at = None
+    return path
 
 
 def _holds(value: Any) -> str:

@@ -30,7 +30,7 @@ from ..checkpoint.writer import ShardPlan, plan_shards
 from ..quant.decode import DenseView
 from ..report.document import Report
 from .plan import Plan, PlannedStep, make_plan, probe_ids, settled, tokens_after
-from .progress import Progress, Silent
+from .progress import LOG, Logged, Progress, Silent, default_progress
 from .recipe import Recipe
 from .run_manifest import accounts_of, superseded, write_manifest
 from .run_report import cache_sizes, check_gate, report_of, write_card
@@ -70,14 +70,18 @@ def run(
     progress: Progress | None = None,
 ) -> Run:
     """Carry out a recipe. Raises SutureError, with nothing under the output's name, when any part of it fails."""
-    progress = progress or Silent()
+    progress = progress or default_progress()
     clock = _Clock()
     with FreshLoader() as loader:
         plan = make_plan(recipe, device, overwrite, resume)
         clock.lap("plan")
         hashes = {path.name: sha256_file(path) for path in plan.checkpoint.weight_files}
         clock.lap("hashes")
-        with open_staging(plan.output, fingerprint(plan, hashes), overwrite, resume) as staging:
+        with (
+            open_staging(plan.output, fingerprint(plan, hashes), overwrite, resume) as staging,
+            Logged(progress, staging.work / LOG) as progress,
+        ):
+            progress.say(f"log: {staging.work / LOG}; suture watch {plan.output} follows it")
             plan = _begin(plan, staging, progress)
             clock.lap("preflight")
             plan, results = _run_steps(plan, staging, progress)

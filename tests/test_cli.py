@@ -57,7 +57,7 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: t for path in sorted(directory.glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
-COMMANDS = ("run", "plan", "quantize", "apply", "steps", "report", "inspect", "check")
+COMMANDS = ("run", "plan", "quantize", "apply", "steps", "report", "inspect", "check", "watch", "init")
 
 
 # -- start -------------------------------------------------------------------------------------------------------------
