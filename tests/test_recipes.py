@@ -55,7 +55,10 @@ def test_a_recipe_runs(tmp_path, name, adapter):
     (tmp_path / "kept.txt").write_text("It was a bright cold day in April, and the clocks were striking thirteen.")
     more = {
         "merge-then-quantize": {"steps.0.lora.merge.adapter": json.dumps(str(adapter))},
-        "trim-vocabulary": {"steps.0.vocabulary.trim": json.dumps([str(tmp_path / "kept.txt")])},
+        "trim-vocabulary": {
+            "steps.0.vocabulary.trim": json.dumps([str(tmp_path / "kept.txt")]),
+            "report.data": json.dumps(str(tmp_path / "kept.txt")),
+        },
     }.get(name, {})
     recipe = small(name, tmp_path, **more)
     run = kit.run(recipe)
