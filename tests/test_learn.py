@@ -62,7 +62,7 @@ def test_training_lowers_the_error_that_it_reports_on_windows_it_never_saw(schem
     start = {name: s.quantized for name, s in starts.items()}
     assert found.before == pytest.approx(loss(forward, start, xs[held], ys[held]), rel=1e-5)
     assert found.after == pytest.approx(loss(forward, found.quantized, xs[held], ys[held]), rel=1e-5)
-    assert found.after < 0.9 * found.before
+    assert found.after < 0.95 * found.before
     assert 0 < found.moved < 0.5 and 1 <= found.epoch <= 6
     for name, quantized in found.quantized.items():
         assert quantized.scheme == scheme and quantized.scale.dtype == torch.bfloat16
