@@ -346,9 +346,10 @@ _SIZES = ("hidden_size", "intermediate_size", "vocab_size", "num_local_experts",
 
 
 def _refuse_absurd_sizes(hf_config: Any, source: TensorSource) -> None:
-    """Refuse a config that promises more than the tensors hold, before a module is made for each of a billion layers."""
+    """Refuse a config that promises far more than the tensors hold, before a module is made for each of a billion layers;
+    what is merely wrong is named by tensor later."""
     longest = max((size for shape in source.shapes.values() for size in shape), default=0)
-    limits = {"num_hidden_layers": len(source.shapes)} | dict.fromkeys(_SIZES, longest)
+    limits = {"num_hidden_layers": len(source.shapes)} | dict.fromkeys(_SIZES, 64 * longest)
     for key, limit in limits.items():
         value = getattr(hf_config, key, None)
         if isinstance(value, int) and value > limit:

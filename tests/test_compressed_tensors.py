@@ -213,7 +213,14 @@ WRITTEN = [
 ]
 
 
-@pytest.mark.parametrize(("name", "dtype", "settings"), WRITTEN, ids=lambda v: v if isinstance(v, str) else "")
+QUICK = ("L1", "MX", "GP")  # a plain one, experts, Conv1D
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype", "settings"),
+    [pytest.param(*case, marks=() if case[0] in QUICK else pytest.mark.slow) for case in WRITTEN],
+    ids=lambda v: v if isinstance(v, str) else "",
+)
 def test_c11_a_dense_view_of_a_written_checkpoint_is_what_stock_transformers_loads(
     shelf, tmp_path, name, dtype, settings
 ):

@@ -205,7 +205,10 @@ ALL = (
 )
 
 
-@pytest.mark.parametrize("name", ["W-mistral3", "W-gemma3", "MX fused", "QM fused", "GP bare"])
+SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in ("W-mistral3", "QM fused", "GP bare")]
+
+
+@pytest.mark.parametrize("name", ["W-gemma3", "MX fused", *SLOW])
 def test_b4_a_chain_of_all_of_them_on_odd_layouts(apply, tmp_path, name):
     """Vision wrappers, experts fused in one tensor, GPT-2 without its prefix."""
     short = name.split()[0]

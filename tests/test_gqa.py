@@ -357,6 +357,7 @@ def test_the_refit_brings_the_outputs_nearer_and_changes_w_o_alone(tmp_path, ids
     assert first == {"model.layers.0.self_attn.o_proj.weight"}
 
 
+@pytest.mark.slow
 def test_j1_killed_and_resumed_gives_the_same_bytes(tmp_path):
     tiny.llama(tmp_path / "model")
     tiny.ids_file(tmp_path / "ids.jsonl")

@@ -183,6 +183,7 @@ def test_what_is_written_is_what_was_trained_also_after_layers_were_dropped(home
     assert abs(held["healed"] - held["before"]) > 0.002 * held["before"]  # there was something to write
 
 
+@pytest.mark.slow
 def test_recomputing_blocks_changes_nothing(home):
     settings = {**LORA, "tokens": 24 * 4 * 2}
     curves = [

@@ -102,6 +102,7 @@ def test_the_script_that_extracts_an_adapter_runs(tmp_path, adapter):
     assert len(outputs) == 3 and "rank, alpha" in outputs[1] and "change kept" in outputs[2]
 
 
+@pytest.mark.slow
 def test_the_script_that_compares_five_runs(tmp_path):
     ran = list(commands_of("compare-five", "builtin:tiny", "five", "1"))
     for args in ran:
