@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..calibrate.skeleton import finite, open_skeleton
+from ..checkpoint.errors import SutureError
 from ..checkpoint.families import family_of
 from ..checkpoint.layout import ModelLayout, text_config
 from ..checkpoint.manifest import Account
@@ -31,6 +32,31 @@ def copied(source: TensorSource, layout: ModelLayout) -> tuple[tuple[TensorSpec,
     )
     accounts = {spec.name: Account("copied", (spec.name,)) for spec in specs}
     return specs, accounts | {name: Account("dropped", reason=reason) for name, reason in layout.stale.items()}
+
+
+def changed_in_place(
+    source: TensorSource,
+    layout: ModelLayout,
+    changed: Mapping[str, str],
+    *,
+    verb: str = "changed",
+    hint: str = "give the unquantized checkpoint",
+    shapes: Mapping[str, tuple[int, ...]] | None = None,
+) -> tuple[tuple[TensorSpec, ...], dict[str, Account]]:
+    """Specs and accounts when the tensors `changed` (disk name -> how) change and all others are copied.
+
+    `shapes`: of those whose shape changes. Raises SutureError for a tensor of a dtype that is not plain floating point.
+    """
+    for name in changed:
+        if source.dtypes[name] not in STORAGE:
+            raise SutureError(
+                f"{source.source}: {name} is {source.dtypes[name]}; only {', '.join(STORAGE)} weights can be {verb}",
+                hint,
+            )
+    specs, accounts = copied(source, layout)
+    if shapes is not None:
+        specs = tuple(TensorSpec(spec.name, spec.dtype, shapes.get(spec.name, spec.shape)) for spec in specs)
+    return specs, accounts | {name: Account("changed", (name,), how) for name, how in changed.items()}
 
 
 @torch.no_grad()

@@ -14,10 +14,7 @@ from ..calibrate.skeleton import Skeleton, open_skeleton
 from ..calibrate.statistics import SecondMoment
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import ModelLayout
-from ..checkpoint.manifest import Account
 from ..checkpoint.source import TensorSource
-from ..checkpoint.writer import TensorSpec
-from ..quant.scheme import STORAGE
 from ..surgery.gqa import GQASettings, refusal, regroup, with_kv_heads
 from ..surgery.heads import (
     HeadCounts,
@@ -30,6 +27,7 @@ from ..surgery.heads import (
     read_attention,
     rotary_pairs,
 )
+from .derive import changed_in_place
 from .refit import Toward, adds_outputs, refit_block
 from .step import Prepared, StepResult, StepRun
 from .walk import convert_blocks
@@ -59,22 +57,10 @@ def prepare(source: TensorSource, settings: GQASettings) -> GQAPlan:
     shapes: dict[str, tuple[int, ...]] = {}
     for index in range(len(layout.blocks)):
         shapes |= attention_shapes(layout, index, counts, settings.kv_heads, source.shapes)
-    for name in shapes:
-        if source.dtypes[name] not in STORAGE:
-            raise SutureError(
-                f"{source.source}: {name} is {source.dtypes[name]}; only {', '.join(STORAGE)} weights can be merged",
-                "give the unquantized checkpoint",
-            )
     how = f"{counts.key_value} key-value heads merged to {settings.kv_heads} by {settings.method}"
-    accounts = {name: Account("copied", (name,)) for name in source.shapes}
-    accounts |= {name: Account("changed", (name,), how) for name in shapes}
-    accounts |= {name: Account("dropped", reason=reason) for name, reason in layout.stale.items()}
+    specs, accounts = changed_in_place(source, layout, dict.fromkeys(shapes, how), verb="merged", shapes=shapes)
     return GQAPlan(
-        specs=tuple(
-            TensorSpec(name, source.dtypes[name], shapes.get(name, shape))
-            for name, shape in source.shapes.items()
-            if name not in layout.stale
-        ),
+        specs=specs,
         config=with_kv_heads(source.config, settings.kv_heads),
         accounts=accounts,
         notes=_notes(counts, qk_norm, settings),

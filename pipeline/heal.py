@@ -12,15 +12,13 @@ from torch import Tensor
 from ..calibrate.replay import Stream
 from ..calibrate.skeleton import Skeleton, open_skeleton
 from ..calibrate.tokens import TokenBlocks
-from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
-from ..checkpoint.manifest import Account, to_json
+from ..checkpoint.manifest import to_json
 from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.source import TensorSource
 from ..checkpoint.staging import write_whole
-from ..checkpoint.writer import TensorSpec
 from ..lora.settings import HealSettings
-from ..quant.scheme import STORAGE
+from .derive import changed_in_place
 from .frame import frame_factor
 from .heal_blocks import heal_blocks
 from .heal_whole import STATE_BYTES, Desk, costs_of, linears_of, merged_weight, same_vocabulary, train_whole
@@ -42,22 +40,12 @@ def prepare(source: TensorSource, settings: HealSettings) -> HealPlan:
     linears = linears_of(layout, settings) if settings.method == "lora" else ()
     trained = [_parameters(layout, index, settings, linears) for index in range(len(layout.blocks))]
     tensors = {layout.places[name].tensor for names in trained for name in names}
-    for name in tensors:
-        if source.dtypes[name] not in STORAGE:
-            raise SutureError(
-                f"{source.source}: {name} is {source.dtypes[name]}; only {', '.join(STORAGE)} weights can be trained",
-                "heal before the step that quantizes",
-            )
     how = f"trained towards the original: {settings.method}"
-    accounts = {name: Account("copied", (name,)) for name in source.shapes}
-    accounts |= {name: Account("changed", (name,), how) for name in tensors}
-    accounts |= {name: Account("dropped", reason=reason) for name, reason in layout.stale.items()}
+    specs, accounts = changed_in_place(
+        source, layout, dict.fromkeys(sorted(tensors), how), verb="trained", hint="heal before the step that quantizes"
+    )
     plan = HealPlan(
-        specs=tuple(
-            TensorSpec(name, source.dtypes[name], shape)
-            for name, shape in source.shapes.items()
-            if name not in layout.stale
-        ),
+        specs=specs,
         config=source.config,
         accounts=accounts,
         notes=(),

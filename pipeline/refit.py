@@ -20,11 +20,10 @@ from ..calibrate.skeleton import Skeleton, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.families import Family
 from ..checkpoint.layout import Linear, ModelLayout
-from ..checkpoint.manifest import Account
 from ..checkpoint.source import TensorSource
-from ..checkpoint.writer import TensorSpec
 from ..quant.scheme import STORAGE
 from ..surgery.ridge import RefitSettings, Ridge
+from .derive import changed_in_place
 from .frame import frame_factor
 from .step import Prepared, StepResult, StepRun
 from .walk import convert_blocks, copy_blocks
@@ -149,21 +148,12 @@ def prepare(source: TensorSource, settings: RefitSettings) -> RefitPlan:
     if not chosen:
         raise SutureError(f"refit: no layer of this {model_type} is one of {', '.join(settings.layers)}", "remove it")
     tensors = {linear.place.tensor for linear in chosen}
-    for name in tensors:
-        if source.dtypes[name] not in STORAGE:
-            raise SutureError(
-                f"{source.source}: {name} is {source.dtypes[name]}; only {', '.join(STORAGE)} weights can be fitted",
-                "refit before the step that quantizes",
-            )
-    accounts = {name: Account("copied", (name,)) for name in source.shapes}
-    accounts |= {name: Account("changed", (name,), "fitted to the original by ridge regression") for name in tensors}
-    accounts |= {name: Account("dropped", reason=reason) for name, reason in layout.stale.items()}
+    how = "fitted to the original by ridge regression"
+    specs, accounts = changed_in_place(
+        source, layout, dict.fromkeys(sorted(tensors), how), verb="fitted", hint="refit before the step that quantizes"
+    )
     return RefitPlan(
-        specs=tuple(
-            TensorSpec(name, source.dtypes[name], shape)
-            for name, shape in source.shapes.items()
-            if name not in layout.stale
-        ),
+        specs=specs,
         config=source.config,
         accounts=accounts,
         notes=(),

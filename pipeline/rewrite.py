@@ -14,9 +14,7 @@ from ..calibrate.replay import Stream
 from ..calibrate.skeleton import Skeleton, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import ModelLayout, text_config, with_text_config
-from ..checkpoint.manifest import Account
 from ..checkpoint.source import TensorSource
-from ..quant.scheme import STORAGE
 from ..surgery import fold_norms as folding
 from ..surgery import permute as permuting
 from ..surgery import rescale_residual as rescaling
@@ -25,7 +23,7 @@ from ..surgery.fold_norms import FoldNormsSettings
 from ..surgery.permute import PermuteSettings
 from ..surgery.rescale_residual import RescaleResidualSettings
 from ..surgery.rotary import RotarySettings
-from .derive import copied
+from .derive import changed_in_place
 from .step import Prepared, StepResult, StepRun
 from .walk import convert_blocks
 
@@ -48,14 +46,7 @@ def rewrite_plan(
     """
     if not changed:
         raise SutureError(f"{source.source}: no tensor that this step changes", "remove the step")
-    for name in changed:
-        if source.dtypes[name] not in STORAGE:
-            raise SutureError(
-                f"{source.source}: {name} is {source.dtypes[name]}; only {', '.join(STORAGE)} weights can be changed",
-                "give the unquantized checkpoint",
-            )
-    specs, accounts = copied(source, layout)
-    accounts |= {name: Account("changed", (name,), how) for name, how in changed.items()}
+    specs, accounts = changed_in_place(source, layout, changed)
     return RewritePlan(
         specs=specs,
         config=dict(source.config) if config is None else config,
