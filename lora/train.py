@@ -26,6 +26,7 @@ class TrainOptions:
     warmup: float
     checkpoint: int  # steps between checkpoints
     seed: int
+    nothing: float = 0.0  # a start whose held-out loss is below this is left as it is
 
 
 def train(
@@ -51,6 +52,8 @@ def train(
     done, since = 0, []
     if start is None:
         curve.append({"step": 0, "held_out_kl": held_out()})
+        if curve[0]["held_out_kl"] < options.nothing:
+            return curve
     else:
         done, curve = int(start["step"]), list(start["curve"])
         adam.load_state_dict(start["adam"])

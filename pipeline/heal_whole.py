@@ -144,21 +144,9 @@ def train_whole(
         student.load_block(index)
     student.load_head()
     embedded = Stream.start(student, ids.split(1), desk.budget, desk.file("embedded.bin"))
-    factors, scale = {}, 0.0
-    if settings.method == "lora":
-        generator = torch.Generator().manual_seed(settings.seed)
-        r, scale = settings.value("r"), settings.value("alpha") / settings.value("r")
-        for linear in linears:
-            drawn = draw("default", linear.out_features, linear.in_features, r, generator)
-            factors[linear.module] = [t.to(student.device).requires_grad_() for t in (drawn.A, drawn.B)]
-        groups = [{"params": [t for pair in factors.values() for t in pair], "lr": settings.value("rate")}]
-    else:
-        groups = []
-        for name in names:
-            parameter = student.model.get_parameter(name).requires_grad_()
-            size = float(parameter.detach().pow(2).mean().sqrt())
-            groups.append({"params": [parameter], "lr": settings.value("rate") * size})
-    handles = hook_factors(student, factors, scale)
+    factors = new_factors(student, settings, linears) if settings.method == "lora" else {}
+    groups = _groups(student, settings, factors, names)
+    handles = hook_factors(student, factors, settings.value("alpha") / settings.value("r") if factors else 0.0)
     keep = torch.arange(length)
 
     def logits(sequence: int) -> Tensor:
@@ -193,6 +181,7 @@ def train_whole(
         warmup=settings.value("warmup"),
         checkpoint=settings.value("checkpoint"),
         seed=settings.seed,
+        nothing=_NOTHING,
     )
 
     def save(state: dict[str, Any]) -> None:
@@ -210,10 +199,7 @@ def train_whole(
 
     saved = desk.file("training.pt")
     start = torch.load(saved, weights_only=True) if saved.exists() else None
-    if start is None and held_out() < _NOTHING:
-        curve = [{"step": 0, "held_out_kl": held_out()}]
-    else:
-        curve = train(loss, groups, held_out, n, options, start=start, save=save, track=track)
+    curve = train(loss, groups, held_out, n, options, start=start, save=save, track=track)
     for handle in handles:
         handle.remove()
     done = int(curve[-1]["step"])
@@ -229,6 +215,30 @@ def train_whole(
     student.free_head()
     release_memory()
     return trained
+
+
+def new_factors(student: Skeleton, settings: HealSettings, linears: Sequence[Linear]) -> dict[str, list[Tensor]]:
+    """Module -> A [r, in], B [out, r], to be trained; B is zero."""
+    generator, r = torch.Generator().manual_seed(settings.seed), settings.value("r")
+    drawn = {x.module: draw("default", x.out_features, x.in_features, r, generator) for x in linears}
+    return {
+        module: [part.to(student.device).requires_grad_() for part in (pair.A, pair.B)]
+        for module, pair in drawn.items()
+    }
+
+
+def _groups(
+    student: Skeleton, settings: HealSettings, factors: Mapping[str, Sequence[Tensor]], names: Sequence[str]
+) -> list[dict[str, Any]]:
+    """Adam's groups: the factors at one rate, or each parameter of `names` at a rate relative to its size."""
+    if factors:
+        return [{"params": [part for pair in factors.values() for part in pair], "lr": settings.value("rate")}]
+    groups = []
+    for name in names:
+        parameter = student.model.get_parameter(name).requires_grad_()
+        size = float(parameter.detach().pow(2).mean().sqrt())
+        groups.append({"params": [parameter], "lr": settings.value("rate") * size})
+    return groups
 
 
 def hook_factors(skeleton: Skeleton, factors: Mapping[str, Sequence[Tensor]], scale: float) -> list[Any]:
