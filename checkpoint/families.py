@@ -157,6 +157,24 @@ FAMILIES: dict[str, Family] = {
             disk_stems=("gpt_neox.",),
         ),
         Family(
+            "phi",
+            (
+                ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                ("self_attn.dense",),
+                ("mlp.fc1",),  # reads the same norm as q, k and v: attention and MLP lie side by side
+                ("mlp.fc2",),
+            ),
+            ("input_layernorm",),
+            final_norm="final_layernorm",
+            norm_kind="layernorm",
+            head_norms=("self_attn.q_layernorm", "self_attn.k_layernorm"),  # with qk_layernorm only
+            readers=(("input_layernorm", (*_QKV, "mlp.fc1")),),
+            attention_out="self_attn.dense",
+            mlp_in=("mlp.fc1",),
+            mlp_out="mlp.fc2",
+            disk_stems=("model.",),
+        ),
+        Family(
             "mixtral",
             _ATTENTION,
             _PRE_NORMS,

@@ -59,6 +59,7 @@ class ModelLayout:
     stale: dict[str, str]  # dropped buffers -> why
     unknown: tuple[str, ...]  # not the text model's: copied untouched
     head_duplicate: str | None = None  # a head stored although the config ties it
+    head_bias: str | None = None
 
     @property
     def linears(self) -> tuple[Linear, ...]:
@@ -87,12 +88,14 @@ def resolve_layout(
     Raises SutureError naming the first tensors that are missing or have another shape than the config implies.
     """
     stem = _disk_stem(family, source, disk)
-    head_module = f"{family.head}.weight"
-    head = None if tied else _head_on_disk(family, stem, disk)
+    stored_head = _head_on_disk(family, stem, disk)
+    head = None if tied else stored_head
+    of_head = {
+        f"{family.head}.weight": head or f"{stem}{family.embedding}.weight",
+        f"{family.head}.bias": f"{stored_head.removesuffix('weight')}bias",  # Phi; its own even where the head is tied
+    }
     places = {
-        name: Place(head or f"{stem}{family.embedding}.weight")
-        if name == head_module
-        else _place(family, stem, name, disk, shape)
+        name: Place(of_head[name]) if name in of_head else _place(family, stem, name, disk, shape)
         for name, shape in module.items()
     }
     for tensor, shape in _stored_shapes(places, module).items():
@@ -110,7 +113,7 @@ def resolve_layout(
         )
     used = {place.tensor for place in places.values()}
     rest = sorted(name for name in disk if name not in used)
-    duplicate = _head_on_disk(family, stem, disk) if tied else None
+    duplicate = stored_head if tied else None
     duplicate = duplicate if duplicate in disk else None
     inside = [name for name in rest if name.startswith(stem)]  # a vision tower's tensors are not ours to judge
     stale = {name: reason for name in inside if (reason := stale_buffer(name)) is not None}
@@ -124,6 +127,7 @@ def resolve_layout(
         stale=stale,
         unknown=tuple(name for name in rest if name not in stale and name != duplicate),
         head_duplicate=duplicate,
+        head_bias=of_head[f"{family.head}.bias"] if f"{family.head}.bias" in module else None,
     )
 
 

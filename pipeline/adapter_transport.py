@@ -5,6 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from ..calibrate.skeleton import Skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear
@@ -52,6 +55,8 @@ def transport(
                 "times off what rounding explains): the change does not follow exactly",
                 "merge the adapter into the base first, then convert",
             )
+        if found.right is not None:
+            _refuse_shifted(before, after, sources[0], linear, found.right)
         joined = fused_factors(given, [source.out_features for source in sources])
         assert joined is not None
         reached |= {source.module for source in sources}
@@ -105,14 +110,42 @@ def _sources(before: Skeleton, linear: Linear, after: Skeleton) -> list[Linear]:
     )
     if linear.role in mine:
         return [mine[linear.role]]
-    prefix, _, last = linear.role.rpartition(".")
-    fused = {f.linear: [f"{prefix}.{part}_proj" for part in f.parts] for f in after.family.fused}
+    last = linear.role.rpartition(".")[2]
+    by_end = {role.rpartition(".")[2]: role for role in mine}
+    fused = {f.linear: [by_end.get(f"{part}_proj", "") for part in f.parts] for f in after.family.fused}
     parts = fused.get(linear.role, [])
     if parts and all(part in mine for part in parts):
         return [mine[part] for part in parts]
     wholes = {f"{part}_proj": f.linear for f in before.family.fused for part in f.parts}
-    whole = wholes.get(last)
+    old, new = before.family, after.family
+    wholes |= {new.attention_out: old.attention_out, new.mlp_out: old.mlp_out}  # the same under another name
+    if len(old.mlp_in) == len(new.mlp_in):
+        wholes |= dict(zip(new.mlp_in, old.mlp_in, strict=True))
+    whole = wholes.get(last, wholes.get(linear.role))
     return [mine[whole]] if whole in mine else []
+
+
+def _refuse_shifted(before: Skeleton, after: Skeleton, source: Linear, linear: Linear, right: Tensor) -> None:
+    """With x the inputs of the base, those of the converted layer must be x / right. A norm's bias that was folded into
+    the layer's own is missing there: (W + B A)(x' + c) has changed by B A c, which no adapter of this layer holds."""
+    shift, rest = _shift(before, source), _shift(after, linear) * right
+    if not bool(torch.allclose(shift, rest, rtol=2.0**-6, atol=1e-6)):
+        raise SutureError(
+            f"{linear.name}: the bias of the norm before it was folded away, and what the adapter makes of that bias would be "
+            "lost: the change does not follow exactly",
+            "merge the adapter into the base first, then convert",
+        )
+
+
+def _shift(skeleton: Skeleton, linear: Linear) -> Tensor:
+    """The bias, float64, of the norm that `linear` reads; 0 without one."""
+    norms = [norm for norm, readers in skeleton.family.readers if linear.role in readers]
+    place = (
+        skeleton.layout.places.get(f"{skeleton.layout.block_prefix(linear.block)}{norms[0]}.bias") if norms else None
+    )
+    if place is None:
+        return torch.zeros(linear.in_features, dtype=torch.float64)
+    return skeleton.source.read(place.tensor).double()
 
 
 def _head_rows(skeleton: Skeleton, linear: Linear) -> int | None:

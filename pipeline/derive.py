@@ -67,6 +67,7 @@ def run_derived(
     *,
     exact: bool = False,
     measure: bool = True,
+    unrounded: Derive | None = None,
     compared: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] | None = None,
     record: Callable[[tuple[str, ...]], dict[str, Any]] | None = None,
 ) -> StepResult:
@@ -74,8 +75,10 @@ def run_derived(
 
     `record(names)`: what to keep of tensors that were just written, by name; comes back in the result's `modules`.
     The receipt says how far the probe's logits moved; with `exact`, SutureError when that is more than float32
-    rounding; with `measure` false it says nothing. `compared`: (original logits, logits) -> what of them is compared,
-    for outputs whose vocabulary differs.
+    rounding; with `measure` false it says nothing.
+    `unrounded`: `derive` in float32, for steps that compute: the receipt is of that, while the result's logits are of
+    what is written.
+    `compared`: (original logits, logits) -> what of them is compared, for outputs whose vocabulary differs.
     """
     parts: dict[str, Any] = {}
     with ShardWriter(work.directory, work.shards) as writer:
@@ -98,7 +101,11 @@ def run_derived(
     original = open_skeleton(work.checkpoint, device=work.device)
     whole = n_blocks == plan.n_blocks
     reference = probe_logits(original, _input_probe(plan, work.probe), original.n_blocks if whole else n_blocks)
-    pair = compared(reference, expected) if compared is not None else (reference, expected)
+    made = expected
+    if unrounded is not None:
+        proof = open_skeleton(DerivedSource(planned_source(work, plan), work.checkpoint, unrounded), device=work.device)
+        made = probe_logits(proof, plan.probe_after(work.probe), n_blocks)
+    pair = compared(reference, made) if compared is not None else (reference, made)
     return StepResult(parts, expected, check_exact(work.label, *pair) if exact else distance(*pair))
 
 

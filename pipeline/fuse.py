@@ -2,24 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..calibrate.skeleton import Skeleton, open_skeleton
+from ..calibrate.skeleton import Skeleton, hf_text_config, meta_model, open_skeleton
 from ..checkpoint.errors import SutureError
-from ..checkpoint.layout import text_config
+from ..checkpoint.families import family_of
+from ..checkpoint.layout import ModelLayout, text_config
 from ..checkpoint.manifest import Account
 from ..checkpoint.source import TensorSource
 from ..checkpoint.writer import TensorSpec
+from ..quant.scheme import STORAGE
 from ..surgery.fuse import (
+    PHI_HEAD_BIAS,
+    PHI_OUTSIDE,
     FuseSettings,
     Rows,
     UnfuseSettings,
     check_fusable,
     converted_config,
     fused_rows,
+    neox_block,
+    neox_config,
+    neox_names,
+    phi_block,
+    phi_config,
+    phi_names,
     unfused_type,
 )
 from .derive import copied, run_derived
@@ -31,10 +44,22 @@ class FusePlan(Prepared):
     pieces: dict[str, tuple[tuple[str, int, int], ...]]  # output -> (input, first row, end) of what it is joined from
 
 
-def prepare_unfuse(source: TensorSource, settings: UnfuseSettings) -> FusePlan:
+@dataclass(frozen=True)
+class HeadsPlan(Prepared):
+    """Between GPT-NeoX, whose rows are heads of (q, k, v), and Phi."""
+
+    layout: ModelLayout
+    heads: int
+    same: dict[str, str]  # output -> the input that it is a copy of
+    block_of: dict[str, tuple[int, str]]  # output -> (block, name under the block)
+
+
+def prepare_unfuse(source: TensorSource, settings: UnfuseSettings) -> FusePlan | HeadsPlan:
     """Raises SutureError when no stock class reads the parts."""
     skeleton = open_skeleton(source)
     model_type = unfused_type(skeleton.family, skeleton.hf_config)
+    if model_type == "phi":
+        return _between(source, skeleton, phi_config(source.config, skeleton.hf_config), phi_names)
     rows = fused_rows(skeleton.hf_config)
     pieces: dict[str, tuple[tuple[str, int, int], ...]] = {}
     for prefix in _prefixes(skeleton):
@@ -43,10 +68,12 @@ def prepare_unfuse(source: TensorSource, settings: UnfuseSettings) -> FusePlan:
     return _plan(source, skeleton, model_type, pieces, "cut into its parts")
 
 
-def prepare_fuse(source: TensorSource, settings: FuseSettings) -> FusePlan:
+def prepare_fuse(source: TensorSource, settings: FuseSettings) -> FusePlan | HeadsPlan:
     """Raises SutureError when no stock class reads the model fused."""
     skeleton = open_skeleton(source)
     check_fusable(skeleton.family, skeleton.hf_config)
+    if skeleton.family.model_type == "phi":
+        return _between(source, skeleton, neox_config(source.config, skeleton.hf_config), neox_names)
     by_fused: dict[str, list[Rows]] = {}
     for part in fused_rows(skeleton.hf_config):
         by_fused.setdefault(part.fused, []).append(part)
@@ -98,7 +125,107 @@ def _plan(
     )
 
 
-def run(work: StepRun, plan: FusePlan, settings: FuseSettings | UnfuseSettings) -> StepResult:
+def _between(
+    source: TensorSource, skeleton: Skeleton, config: dict[str, Any], new_names: Callable[[str], tuple[str, ...]]
+) -> HeadsPlan:
+    layout, family = skeleton.layout, skeleton.family
+    new = family_of(str(config["model_type"]))
+    renamed = PHI_OUTSIDE if new.model_type == "phi" else {phi: neox for neox, phi in PHI_OUTSIDE.items()}
+    specs, accounts = copied(source, layout)
+    same = {name: name for name in layout.unknown}
+    block_of: dict[str, tuple[int, str]] = {}
+    made: dict[str, list[str]] = {}  # input -> outputs
+    for name, place in layout.places.items():
+        rest = name.removeprefix(family.stem)
+        path, _, leaf = rest.rpartition(".")
+        if place.tensor == layout.head_bias or (name.startswith(f"{family.head}.") and layout.head is None):
+            continue
+        if rest.startswith(f"{family.blocks}."):
+            _, number, local = rest.split(".", 2)
+            ends = new_names(local)
+            bias = f"{name.removesuffix('weight')}bias"
+            if new.model_type == "phi" and leaf == "weight" and bias not in layout.places:
+                ends += tuple(f"{end.removesuffix('weight')}bias" for end in ends)  # phi has one everywhere
+            into = {f"{new.stem}{new.blocks}.{number}.{end}": end for end in ends}
+            block_of |= {output: (int(number), end) for output, end in into.items()}
+            made[place.tensor] = list(into)
+        else:
+            output = (
+                f"{new.head_on_disk}.weight" if place.tensor == layout.head else f"{new.stem}{renamed[path]}.{leaf}"
+            )
+            made[place.tensor], same[output] = [output], place.tensor
+    if new.model_type == "phi":
+        made[layout.head or layout.embedding].append(PHI_HEAD_BIAS)
+    dtypes = {output: source.dtypes[old] for old, outputs in reversed(made.items()) for output in outputs}
+    model = meta_model(hf_text_config(config, source.source), new, skeleton.device)
+    shapes = {
+        f"{new.head_on_disk}.weight" if name == f"{new.head}.weight" else name: tuple(parameter.shape)
+        for name, parameter in model.named_parameters()
+        if layout.head or name != f"{new.head}.weight"
+    }
+    how = f"{new.model_type}'s names; heads and norms as it has them"
+    for old, outputs in made.items():
+        if source.dtypes[old] not in STORAGE:
+            raise SutureError(f"{source.source}: {old} is {source.dtypes[old]}", "give the unquantized checkpoint")
+        accounts[old] = Account("changed", tuple(outputs), how)
+    if layout.head_duplicate:
+        accounts[layout.head_duplicate] = Account("dropped", reason=f"equal to {layout.embedding}")
+    if layout.head_bias:
+        accounts[layout.head_bias] = Account("dropped", reason=f"0; the head of {new.model_type} has none")
+    return HeadsPlan(
+        specs=tuple(
+            [TensorSpec(name, dtypes[name], shape) for name, shape in shapes.items()]
+            + [spec for spec in specs if spec.name in layout.unknown]
+        ),
+        config=config,
+        accounts=accounts,
+        notes=(f"the output is a {new.model_type} model",),
+        n_blocks=skeleton.n_blocks,
+        layout=layout,
+        heads=int(skeleton.hf_config.num_attention_heads),
+        same=same,
+        block_of=block_of,
+    )
+
+
+def _run_between(work: StepRun, plan: HeadsPlan) -> StepResult:
+    layout, read = plan.layout, work.checkpoint.read
+    dtypes = {spec.name: STORAGE[spec.dtype] for spec in plan.specs}
+    shapes = {spec.name: spec.shape for spec in plan.specs}
+    if layout.head_bias and bool(read(layout.head_bias).any()):
+        raise SutureError(
+            f"fuse: {layout.head_bias} is not 0, and gpt_neox, the class with q, k and v in one matrix, has no bias there",
+            "leave it as it is",
+        )
+    convert = neox_block if layout.family.model_type == "phi" else phi_block
+
+    @lru_cache(maxsize=1)
+    def block(index: int) -> dict[str, Tensor]:
+        prefix = layout.block_prefix(index)
+        places = layout.block_tensors(index)
+        old = {name.removeprefix(prefix): read(place.tensor) for name, place in places.items()}
+        return convert(old, plan.heads)
+
+    def unrounded(name: str) -> Tensor | str:
+        if name in plan.same:
+            return plan.same[name]
+        if name == PHI_HEAD_BIAS:
+            return torch.zeros(shapes[name], dtype=dtypes[name])
+        index, local = plan.block_of[name]
+        return block(index)[local]
+
+    def derive(name: str) -> Tensor | str:
+        made = unrounded(name)
+        return made if isinstance(made, str) else made.to(dtypes[name])
+
+    return run_derived(work, plan, derive, exact=True, unrounded=unrounded)
+
+
+def run(work: StepRun, plan: FusePlan | HeadsPlan, settings: FuseSettings | UnfuseSettings) -> StepResult:
+    """Raises SutureError for a Phi model whose head has a bias, which GPT-NeoX cannot hold."""
+    if isinstance(plan, HeadsPlan):
+        return _run_between(work, plan)
+
     def derive(name: str) -> Tensor | str:
         parts = plan.pieces.get(name)
         if parts is None:

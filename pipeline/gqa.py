@@ -45,7 +45,11 @@ def prepare(source: TensorSource, settings: GQASettings) -> GQAPlan:
     skeleton = open_skeleton(source)
     layout, counts = skeleton.layout, head_counts(skeleton.hf_config)
     model_type = layout.family.model_type
-    qk_norm = any(role.endswith(("q_norm", "k_norm")) for role in layout.family.head_norms)
+    ends = ("q_norm", "k_norm", "q_layernorm", "k_layernorm")
+    qk_norm = any(
+        role.endswith(ends) and f"{layout.block_prefix(0)}{role}.weight" in layout.places
+        for role in layout.family.head_norms
+    )
     refused = refusal(model_type, counts, qk_norm, settings)
     if refused is None and settings.refit == "stream" and not adds_outputs(layout.family):
         refused = (

@@ -37,7 +37,9 @@ class VocabularyPlan(Prepared):
 def prepare(source: TensorSource, settings: VocabularySettings) -> VocabularyPlan:
     """Raises SutureError for a tokenizer that is not BPE, and when the new one does not encode the texts as the old."""
     layout = open_skeleton(source).layout
-    tables = tuple(name for name in (layout.embedding, layout.head, layout.head_duplicate) if name is not None)
+    tables = tuple(
+        name for name in (layout.embedding, layout.head, layout.head_duplicate, layout.head_bias) if name is not None
+    )
     size = source.shapes[layout.embedding][0]
     generation = side_file(source, GENERATION)
     side_files: dict[str, bytes | None] = {}
@@ -195,7 +197,7 @@ def _gathered(work: StepRun, rows: Rows, name: str) -> Tensor:
     out = torch.empty((rows.size, *shape[1:]), dtype=dtype)
     for start in range(0, len(rows.kept), _PIECE):
         part = rows.kept[start : start + _PIECE]
-        out[start : start + len(part)] = checkpoint.read_rows(name, list(part))
+        out[start : start + len(part)] = _rows(checkpoint, name, part)
     mean = _mean(work, name, rows.tokens) if rows.overwritten or rows.size > len(rows.kept) else None
     if mean is not None:
         out[len(rows.kept) :] = mean.to(dtype)
@@ -208,7 +210,13 @@ def _gathered(work: StepRun, rows: Rows, name: str) -> Tensor:
 
 def _mean(work: StepRun, name: str, rows: Sequence[int]) -> Tensor:
     """Mean of some rows, float64."""
-    total = torch.zeros(work.checkpoint.shapes[name][1], dtype=torch.float64)
+    total = torch.zeros(work.checkpoint.shapes[name][1:], dtype=torch.float64)
     for start in range(0, len(rows), _PIECE):
-        total += work.checkpoint.read_rows(name, list(rows[start : start + _PIECE])).double().sum(0)
+        total += _rows(work.checkpoint, name, rows[start : start + _PIECE]).double().sum(0)
     return total / len(rows)
+
+
+def _rows(checkpoint: TensorSource, name: str, rows: Sequence[int]) -> Tensor:
+    """Rows of a matrix, or numbers of a bias."""
+    matrix = len(checkpoint.shapes[name]) > 1
+    return checkpoint.read_rows(name, list(rows)) if matrix else checkpoint.read(name)[list(rows)]

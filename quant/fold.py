@@ -32,7 +32,7 @@ class Pair:
 
     producer: str
     consumers: tuple[str, ...]
-    parent: str  # the module whose output shows what rounding the consumers costs
+    parent: str  # the module whose output shows what rounding the consumers costs; "" is the block itself
     outputs: Outputs = "all"  # of the producer: those that reach the consumers
 
 
@@ -72,6 +72,10 @@ PAIRS: dict[str, tuple[Pair, ...]] = {
         Pair("attention.query_key_value", ("attention.dense",), "attention", "v of each head"),
         Pair("post_attention_layernorm", ("mlp.dense_h_to_4h",), "mlp"),
     ),
+    "phi": (
+        Pair("input_layernorm", (*_INTO_ATTENTION.consumers, "mlp.fc1"), ""),
+        Pair("self_attn.v_proj", ("self_attn.dense",), "self_attn", "v"),
+    ),
     "mixtral": _MOE,
     "qwen3_moe": _MOE,
     "deepseek_v3": (
@@ -90,6 +94,7 @@ PAIRS: dict[str, tuple[Pair, ...]] = {
 NO_PLACE: dict[str, dict[str, str]] = {
     "gpt2": {"mlp.c_proj": "GELU lies between it and c_fc, and lets no factor through"},
     "gpt_neox": {"mlp.dense_4h_to_h": "GELU lies between it and dense_h_to_4h, and lets no factor through"},
+    "phi": {"mlp.fc2": "GELU lies between it and fc1, and lets no factor through"},
 }
 
 
@@ -160,7 +165,7 @@ def block_folds(skeleton: Skeleton, index: int, chosen: frozenset[str]) -> tuple
                     producer,
                     producer not in linears,
                     tuple(consumers),
-                    prefix + pair.parent,
+                    (prefix + pair.parent).rstrip("."),
                     channels,
                     rows,
                     expand,
@@ -186,9 +191,11 @@ def value_rows(skeleton: Skeleton, index: int) -> dict[str, Tensor | None]:
     linears = {linear.module: linear for group in layout.blocks[index] for linear in group}
     rows: dict[str, Tensor | None] = dict.fromkeys(linears)
     pairs = PAIRS[layout.family.model_type]
+    attention = layout.family.attention_out.rpartition(".")[0] + "."
     for pair in pairs:
-        if pair.parent in ("self_attn", "attn", "attention") and pair.outputs == "all":
-            rows |= {prefix + name: torch.empty(0, dtype=torch.int64) for name in pair.consumers}
+        if pair.outputs == "all":
+            into = [name for name in pair.consumers if name.startswith(attention)]
+            rows |= {prefix + name: torch.empty(0, dtype=torch.int64) for name in into}
     for pair in pairs:
         if pair.outputs.startswith("v"):
             inputs = linears[prefix + pair.consumers[0]].in_features

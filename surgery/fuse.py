@@ -1,8 +1,13 @@
 """Fuse q, k, v and gate, up into one matrix each, or take them apart: rows move, nothing is computed.
 
-Which stock classes that is possible between: Phi-3 is Llama (Mistral, with a sliding window) with fused rows in blocks
-[q; k; v] and [gate; up]. GPT-NeoX's rows (q, k, v of head 0, of head 1, ...) and Falcon's (the queries, the key and the
-value of a group) have no class that reads them apart: both are refused with that reason.
+Which stock classes that is possible between:
+
+Phi-3 is Llama (Mistral, with a sliding window) with fused rows in blocks [q; k; v] and [gate; up].
+
+GPT-NeoX with its parallel residual is Phi with rows interleaved head by head: q, k, v of head 0, of head 1, ... Its two
+norms normalize the same input and differ in weight and bias alone, y = W (g n(x) + c) + b = (W diag g) n(x) + (W c + b), so
+folded into what reads them they become the one norm that Phi has; where they are equal already, only rows move. Phi's
+head has a bias: 0. A GPT-NeoX whose attention and MLP follow one another is refused.
 """
 
 from __future__ import annotations
@@ -11,7 +16,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from pydantic import BaseModel, ConfigDict
+from torch import Tensor
 
 from ..checkpoint.errors import SutureError
 from ..checkpoint.families import Family
@@ -21,7 +28,13 @@ _PARTS = {
     QKV: ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     GATE_UP: ("mlp.gate_proj", "mlp.up_proj"),
 }
-_CLASSES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM", "phi3": "Phi3ForCausalLM"}
+_CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "phi3": "Phi3ForCausalLM",
+    "phi": "PhiForCausalLM",
+    "gpt_neox": "GPTNeoXForCausalLM",
+}
 _COMMON = (
     "vocab_size",
     "hidden_size",
@@ -93,11 +106,13 @@ def fused_rows(config: Any) -> tuple[Rows, ...]:
 def unfused_type(family: Family, config: Any) -> str:
     """model_type that reads a Phi-3 model's parts. Raises SutureError with the reason when no stock class does."""
     if family.model_type == "gpt_neox":
-        raise SutureError(
-            "unfuse: GPT-NeoX's query_key_value holds (q, k, v) head by head, and no stock class with its two parallel "
-            "norms reads them apart",
-            "leave it fused",
-        )
+        if not config.use_parallel_residual:
+            raise SutureError(
+                "unfuse: its MLP reads what attention has added (use_parallel_residual false), where phi, the class that "
+                "reads q, k and v apart, runs both side by side",
+                "leave it fused",
+            )
+        return "phi"
     if family.model_type == "gpt2":
         raise SutureError("unfuse: no stock class reads GPT-2's c_attn in three parts", "leave it fused")
     if family.model_type != "phi3":
@@ -117,10 +132,16 @@ def unfused_type(family: Family, config: Any) -> str:
 
 
 def check_fusable(family: Family, config: Any) -> None:
-    """Raises SutureError with the reason when Phi-3's class cannot hold the model."""
+    """Raises SutureError with the reason when no class with fused matrices (phi3, gpt_neox) can hold the model."""
     hint = "leave it as it is"
+    if family.model_type == "phi":
+        if config.num_key_value_heads != config.num_attention_heads:
+            raise SutureError("fuse: gpt_neox gives every query head a key and a value head of its own", hint)
+        if config.qk_layernorm:
+            raise SutureError("fuse: gpt_neox has no norms of queries and keys", hint)
+        return
     if family.model_type not in ("llama", "mistral"):
-        reason = "holds its matrices fused already" if family.fused else "is not llama or mistral with other names"
+        reason = "holds its matrices fused already" if family.fused else "is not llama, mistral or phi with other names"
         raise SutureError(f"fuse: {family.model_type} {reason}: no stock class reads it fused", hint)
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
         raise SutureError("fuse: it has biases, and phi3, the class with fused matrices, has none", hint)
@@ -147,3 +168,143 @@ def converted_config(text: Mapping[str, Any], config: Any, model_type: str) -> d
     if model_type == "phi3":
         result["original_max_position_embeddings"] = config.max_position_embeddings
     return result
+
+
+# -- GPT-NeoX and Phi --------------------------------------------------------------------------------------------------
+
+NEOX_QKV = "attention.query_key_value"
+_PHI_QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
+_PHI_NAMES = {  # under a block, GPT-NeoX -> Phi, of what both have
+    "attention.dense": "self_attn.dense",
+    "mlp.dense_h_to_4h": "mlp.fc1",
+    "mlp.dense_4h_to_h": "mlp.fc2",
+}
+PHI_HEAD_BIAS = "lm_head.bias"
+PHI_OUTSIDE = {"embed_in": "embed_tokens", "final_layer_norm": "final_layernorm"}  # under the stem
+
+
+def separate_heads(fused: Tensor, heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Rows (q, k, v) of head 0, of head 1, ... [3 heads d, ...] -> the rows of all q, of all k, of all v."""
+    q, k, v = fused.unflatten(0, (heads, 3, -1)).unbind(1)
+    return q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+
+
+def interleave_heads(q: Tensor, k: Tensor, v: Tensor, heads: int) -> Tensor:
+    """The inverse of `separate_heads`."""
+    return torch.stack([part.unflatten(0, (heads, -1)) for part in (q, k, v)], 1).flatten(0, 2)
+
+
+def phi_names(name: str) -> tuple[str, ...]:
+    """Parameters of a Phi block that a GPT-NeoX block's parameter `name` has a part in."""
+    path, _, leaf = name.rpartition(".")
+    both = ("weight", "bias")
+    if path == NEOX_QKV:
+        return tuple(f"{part}.{leaf}" for part in _PHI_QKV)
+    if path == "input_layernorm":
+        return (
+            f"{path}.{leaf}",
+            *(f"{part}.{end}" for part in _PHI_QKV for end in (both if leaf == "weight" else ("bias",))),
+        )
+    if path == "post_attention_layernorm":
+        return ("mlp.fc1.weight", "mlp.fc1.bias") if leaf == "weight" else ("mlp.fc1.bias",)
+    return (f"{_PHI_NAMES[path]}.{leaf}",)
+
+
+def phi_block(block: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """A GPT-NeoX block's parameters (names under the block, any float dtype) as Phi's.
+
+    Where the two norms are equal, bits are kept; else what reads them comes back in float32.
+    """
+    first, second = (
+        (block[f"{norm}.weight"], block[f"{norm}.bias"]) for norm in ("input_layernorm", "post_attention_layernorm")
+    )
+    made: dict[str, Tensor] = {}
+    for old, new in _PHI_NAMES.items():
+        for leaf in ("weight", "bias"):
+            made[f"{new}.{leaf}"] = block.get(f"{old}.{leaf}", torch.zeros(len(block[f"{old}.weight"])))
+    rows = separate_heads(block[f"{NEOX_QKV}.weight"], heads)
+    bias = block.get(f"{NEOX_QKV}.bias", torch.zeros(len(block[f"{NEOX_QKV}.weight"])))
+    for name, weight, b in zip(_PHI_QKV, rows, separate_heads(bias, heads), strict=True):
+        made |= {f"{name}.weight": weight, f"{name}.bias": b}
+    made |= {"input_layernorm.weight": first[0], "input_layernorm.bias": first[1]}
+    if all(torch.equal(a, b) for a, b in zip(first, second, strict=True)):
+        return made
+    for name, (gain, c) in [*((name, first) for name in _PHI_QKV), ("mlp.fc1", second)]:
+        weight, gain, c = made[f"{name}.weight"].double(), gain.double(), c.double()
+        made[f"{name}.bias"] = (made[f"{name}.bias"].double() + weight @ c).float()
+        made[f"{name}.weight"] = (weight * gain).float()
+    made |= {"input_layernorm.weight": torch.ones_like(first[0]), "input_layernorm.bias": torch.zeros_like(first[1])}
+    return made
+
+
+def neox_names(name: str) -> tuple[str, ...]:
+    """Parameters of a GPT-NeoX block that a Phi block's parameter `name` becomes, or becomes part of."""
+    path, _, leaf = name.rpartition(".")
+    if path in _PHI_QKV:
+        return (f"{NEOX_QKV}.{leaf}",)
+    if path == "input_layernorm":
+        return (f"{path}.{leaf}", f"post_attention_layernorm.{leaf}")
+    return tuple(f"{old}.{leaf}" for old, new in _PHI_NAMES.items() if new == path)
+
+
+def neox_block(block: Mapping[str, Tensor], heads: int) -> dict[str, Tensor]:
+    """A Phi block's parameters as GPT-NeoX's, every bit kept."""
+    made = {new: tensor for name, tensor in block.items() for new in neox_names(name) if not new.startswith(NEOX_QKV)}
+    for leaf in ("weight", "bias"):
+        q, k, v = (block[f"{part}.{leaf}"] for part in _PHI_QKV)
+        made[f"{NEOX_QKV}.{leaf}"] = interleave_heads(q, k, v, heads)
+    return made
+
+
+def phi_config(text: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The raw config of a GPT-NeoX model for Phi's class."""
+    dropout = float(config.hidden_dropout)
+    return _between(text, config, "phi") | {
+        "num_key_value_heads": config.num_attention_heads,
+        "resid_pdrop": dropout,
+        "embd_pdrop": dropout,
+        "qk_layernorm": False,
+    }
+
+
+def neox_config(text: Mapping[str, Any], config: Any) -> dict[str, Any]:
+    """The raw config of a Phi model for GPT-NeoX's class."""
+    return _between(text, config, "gpt_neox") | {
+        "use_parallel_residual": True,
+        "attention_bias": True,
+        "hidden_dropout": float(config.resid_pdrop),
+        "rotary_pct": config.rope_parameters["partial_rotary_factor"],
+    }
+
+
+_OF_NEOX_OR_PHI = (
+    "attention_bias",
+    "auto_map",
+    "classifier_dropout",
+    "embd_pdrop",
+    "head_dim",
+    "hidden_dropout",
+    "num_key_value_heads",
+    "partial_rotary_factor",
+    "qk_layernorm",
+    "resid_pdrop",
+    "rope_scaling",
+    "rope_theta",
+    "rotary_emb_base",
+    "rotary_pct",
+    "use_parallel_residual",
+)
+
+
+def _between(text: Mapping[str, Any], config: Any, model_type: str) -> dict[str, Any]:
+    """What both classes have; the rotary settings as transformers 5 spells them, and as it did before."""
+    common = {"rms_norm_eps", "num_key_value_heads"}
+    rope = {"partial_rotary_factor": 1.0, **config.rope_parameters}
+    result = {key: value for key, value in text.items() if key not in _OF_NEOX_OR_PHI}
+    result |= {key: getattr(config, key, None) for key in (*_COMMON, "layer_norm_eps") if key not in common}
+    return result | {
+        "model_type": model_type,
+        "architectures": [_CLASSES[model_type]],
+        "rope_parameters": rope,
+        "partial_rotary_factor": rope["partial_rotary_factor"],
+    }

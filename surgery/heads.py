@@ -17,7 +17,7 @@ from ..checkpoint.families import RopeLayout
 from ..checkpoint.layout import Linear, ModelLayout
 from ..checkpoint.source import TensorSource
 
-_QUERY, _KEY, _VALUE, _OUT = (f"self_attn.{name}_proj" for name in ("q", "k", "v", "o"))
+_QUERY, _KEY, _VALUE = (f"self_attn.{name}_proj" for name in ("q", "k", "v"))
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def attention_linears(layout: ModelLayout, index: int) -> dict[str, Linear]:
     """Block `index`'s linear layers by path under the block. Raises SutureError when it has no q, k, v of its own."""
     found = {linear.role: linear for group in layout.blocks[index] for linear in group}
     fused = _fused(layout)
-    wanted = (fused, _OUT) if fused else (_QUERY, _KEY, _VALUE, _OUT)
+    wanted = (fused, layout.family.attention_out) if fused else (_QUERY, _KEY, _VALUE, layout.family.attention_out)
     absent = [role for role in wanted if role not in found]
     if absent:
         raise SutureError(f"{layout.family.model_type}: its blocks have no {absent[0]}", "this family is not supported")
@@ -70,7 +70,7 @@ def first_linear(layout: ModelLayout, index: int) -> Linear:
 
 def out_linear(layout: ModelLayout, index: int) -> Linear:
     """The layer that mixes the heads' outputs."""
-    return attention_linears(layout, index)[_OUT]
+    return attention_linears(layout, index)[layout.family.attention_out]
 
 
 def read_attention(source: TensorSource, layout: ModelLayout, index: int, counts: HeadCounts) -> Attention:
@@ -82,7 +82,7 @@ def read_attention(source: TensorSource, layout: ModelLayout, index: int, counts
         q, k, v = _with_bias(source, linears[fused]).split(rows)
     else:
         q, k, v = (_with_bias(source, linears[role]) for role in (_QUERY, _KEY, _VALUE))
-    o = source.read(linears[_OUT].place.tensor).double()
+    o = source.read(linears[layout.family.attention_out].place.tensor).double()
     heads = [part.unflatten(0, (-1, d)) for part in (q, k, v)]
     return Attention(*heads, o=o.unflatten(1, (-1, d)))
 
@@ -92,7 +92,7 @@ def attention_tensors(layout: ModelLayout, index: int, attention: Attention) -> 
     linears, fused = attention_linears(layout, index), _fused(layout)
     q, k, v = (part.flatten(0, 1) for part in (attention.q, attention.k, attention.v))
     parts = {fused: torch.cat([q, k, v])} if fused else {_QUERY: q, _KEY: k, _VALUE: v}
-    made = {linears[_OUT].place.tensor: attention.o.flatten(1)}
+    made = {linears[layout.family.attention_out].place.tensor: attention.o.flatten(1)}
     for role, matrix in parts.items():
         linear = linears[role]
         made[linear.place.tensor] = matrix[:, :-1]
@@ -110,7 +110,7 @@ def attention_shapes(
     rows = {fused: counts.query * counts.dim + 2 * narrow} if fused else {_KEY: narrow, _VALUE: narrow}
     made = {}
     for role, linear in linears.items():
-        for name in (linear.place.tensor, linear.bias if role != _OUT else None):
+        for name in (linear.place.tensor, linear.bias if role != layout.family.attention_out else None):
             if name:
                 made[name] = (rows.get(role, shapes[name][0]), *shapes[name][1:])
     return made

@@ -122,6 +122,16 @@ MODELS: dict[str, tuple[str, dict]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         },
     ),
+    "PH": (
+        "phi",
+        {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "intermediate_size": 160,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+        },
+    ),
     "MX": (
         "mixtral",
         {**_LLAMA, "head_dim": 12, "intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2},

@@ -339,13 +339,12 @@ def test_b8_fusing_and_unfusing_are_each_others_inverse(apply, tmp_path, name, c
 @pytest.mark.parametrize(
     ("name", "step", "message"),
     [
-        ("NX", "unfuse", r"holds \(q, k, v\) head by head"),
         ("GP", "unfuse", "no stock class reads GPT-2's c_attn in three parts"),
         ("L1", "unfuse", "llama has no fused matrices"),
         ("P3-longrope", "unfuse", "only Phi-3's own class switches its rotary embedding"),
         ("P3-partial", "unfuse", "rotates 0.5 of each head"),
         ("P3", "fuse", "phi3 holds its matrices fused already"),
-        ("Q2", "fuse", "qwen2 is not llama or mistral"),
+        ("Q2", "fuse", "qwen2 is not llama, mistral or phi"),
         ("L-llama3", "fuse", "it has biases"),
         ("L-yarn", "fuse", "does not know rope_type yarn"),
         ("W-mistral3", "fuse", "part of a mistral3 model, which keeps its class"),
@@ -354,6 +353,54 @@ def test_b8_fusing_and_unfusing_are_each_others_inverse(apply, tmp_path, name, c
 def test_b6_b8_what_no_stock_class_reads_is_refused_with_the_reason(apply, name, step, message):
     with pytest.raises(SutureError, match=message):
         apply(name, {step: {}})
+
+
+def test_b6_what_phi_and_neox_cannot_say_of_each_other_is_refused(apply, tmp_path):
+    one_after_the_other = make("NX", tmp_path / "m", "float32", use_parallel_residual=False)
+    with pytest.raises(SutureError, match="unfuse: its MLP reads what attention has added"):
+        apply("NX", {"unfuse": {}}, model=one_after_the_other)
+    with pytest.raises(SutureError, match="fuse: gpt_neox gives every query head a key and a value head"):
+        apply("PH", {"fuse": {}})
+    with pytest.raises(SutureError, match=r"fuse: lm_head\.bias is not 0"):
+        apply("PH", {"fuse": {}}, model=make("PH", tmp_path / "p", "float32", num_key_value_heads=4))
+
+
+@pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True, "attention_bias": False}], ids=["own", "tied"])
+def test_b6_neox_is_phi_with_its_heads_apart_and_its_norms_folded(apply, tmp_path, changes):
+    """Two norms of different weights and biases, rows of (q, k, v) head by head, partial rotary positions."""
+    model = make("NX", tmp_path / "m", "float32", hidden_dropout=0.1, **changes)
+    source, done = apply("NX", {"unfuse": {}}, model=model)
+    assert receipt(done)["exact"] and config_of(done.output)["model_type"] == "phi"
+    ids = some_ids(1, 120)
+    wanted = logits(source, ids)
+    assert float((logits(done.output, ids) - wanted).abs().max()) < 3e-5 * float(wanted.abs().max())
+    unfused = read(done.output)
+    q, k, v = (unfused[f"model.layers.1.self_attn.{x}_proj.weight"] for x in "qkv")
+    old = read(source)
+    gain = old["gpt_neox.layers.1.input_layernorm.weight"]
+    of_head_2 = old["gpt_neox.layers.1.attention.query_key_value.weight"].view(4, 3, 16, 64)[2] * gain
+    for part, rows in zip((q, k, v), of_head_2, strict=True):
+        assert torch.allclose(part.view(4, 16, 64)[2], rows, rtol=1e-6)
+    _, back = apply("NX", {"fuse": {}}, model=done.output)  # every bit from here on
+    assert config_of(back.output)["model_type"] == "gpt_neox"
+    assert torch.allclose(logits(back.output, ids), wanted, atol=1e-4 * float(wanted.abs().max()))
+    _, again = apply("NX", {"unfuse": {}}, model=back.output)
+    assert all(torch.equal(tensor, unfused[name]) for name, tensor in read(again.output).items())
+
+
+def test_b6_a_bfloat16_neox_is_proved_before_rounding_and_goes_on_to_gqa_and_gptq(shelf, tmp_path):
+    text = ids_file(tmp_path / "ids.jsonl")
+    steps = [{"unfuse": {}}, {"gqa": {"kv_heads": 2}}, {"gptq": {"bits": 4, "group_size": 8}}]
+    done = run(
+        {
+            "model": str(shelf("NX")),
+            "output": str(tmp_path / "out"),
+            "steps": steps,
+            "calibration": {"data": str(text), "samples": 4, "length": 24},
+        }
+    )
+    assert done.manifest["receipts"][0]["exact"]
+    assert config_of(done.output)["num_key_value_heads"] == 2 and done.manifest["verification"]["missing"] == 0
 
 
 def test_b3_neox_with_its_old_keys_stretches_too(apply, tmp_path):

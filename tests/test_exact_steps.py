@@ -32,7 +32,7 @@ def changed(done):
 # -- fold_norms
 
 TIED = ("L2", "Q2", "G1", "G2", "G3", "GP")
-FOLDED = ("L1", "L-llama3", "Q2", "Q3", "G1", "G2", "G3", "P3", "GP", "NX", "MX", "QM", "DS-q-lora")
+FOLDED = ("L1", "L-llama3", "Q2", "Q3", "G1", "G2", "G3", "P3", "GP", "NX", "PH", "MX", "QM", "DS-q-lora")
 
 
 @pytest.mark.parametrize("name", FOLDED)
@@ -81,7 +81,7 @@ def test_a_norm_whose_bias_has_nowhere_to_go_stays_and_is_named(apply, tmp_path)
 
 # -- permute
 
-PERMUTED = ("L0", "L1", "L-llama3", "Q2", "Q3", "G2", "P3", "GP", "NX", "MX", "QM", "DS-q-lora")
+PERMUTED = ("L0", "L1", "L-llama3", "Q2", "Q3", "G2", "P3", "GP", "NX", "PH", "MX", "QM", "DS-q-lora")
 
 
 @pytest.mark.parametrize("name", PERMUTED)
@@ -148,9 +148,9 @@ def test_importance_puts_what_contributes_most_first(apply, shelf, tmp_path, nam
 # -- rescale_residual and rotary
 
 
-@pytest.mark.parametrize("name", ["L2", "L-llama3", "Q3", "G2", "G3", "P3", "GP", "NX", "MX", "QM", "DS"])
+@pytest.mark.parametrize("name", ["L2", "L-llama3", "Q3", "G2", "G3", "P3", "GP", "NX", "PH", "MX", "QM", "DS"])
 def test_residual_rescaled_to_another_epsilon_leaves_the_logits(apply, tmp_path, name):
-    key = {"GP": "layer_norm_epsilon", "NX": "layer_norm_eps"}.get(name, "rms_norm_eps")
+    key = {"GP": "layer_norm_epsilon", "NX": "layer_norm_eps", "PH": "layer_norm_eps"}.get(name, "rms_norm_eps")
     model = make(name, tmp_path / "m", "float32", **{key: 1e-2})  # large, so that a wrong one shows
     source, done = apply(name, {"rescale_residual": {"eps": 1e-4}}, model=model)
     assert_same_function(source, done)

@@ -19,6 +19,7 @@ SANDWICH = ["input_layernorm", "self_attn.v_proj", "pre_feedforward_layernorm", 
 PLACES = {  # producers of block 1
     "GP": ["ln_1", "attn.c_attn", "ln_2"],
     "NX": ["input_layernorm", "attention.query_key_value", "post_attention_layernorm"],
+    "PH": ["input_layernorm", "self_attn.v_proj"],
     "P3": ["input_layernorm", "self_attn.qkv_proj", "post_attention_layernorm", "mlp.gate_up_proj"],
     "G2": SANDWICH,
     "G3": SANDWICH,
@@ -92,7 +93,7 @@ def test_d6_the_places_are_those_of_the_family(shelf, name):
     linears = {linear.module for group in skeleton.layout.blocks[1] for linear in group}
     routers = {f"{prefix}mlp.gate"} if name in ("MX", "QM") else set()
     assert set(consumers) - linears == routers
-    reasons = {"GP": "mlp.c_proj", "NX": "mlp.dense_4h_to_h"}
+    reasons = {"GP": "mlp.c_proj", "NX": "mlp.dense_4h_to_h", "PH": "mlp.fc2"}
     assert list(missed) == ([next(m for m in missed if m.endswith(reasons[name]))] if name in reasons else [])
     assert all("GELU" in reason for reason in missed.values())
 

@@ -210,7 +210,7 @@ def as_the_first(rows):
 
 
 QK_NORM = ("Q3", "G3", "QM", "W-gemma3")
-CAN = ("L1", "L-llama3", "L-yarn", "MI", "Q2", "G1", "G2", "P3", "P3-partial", "P3-longrope", "MX", "W-mistral3")
+CAN = ("L1", "PH", "L-llama3", "L-yarn", "MI", "Q2", "G1", "G2", "P3", "P3-partial", "P3-longrope", "MX", "W-mistral3")
 
 
 @pytest.mark.parametrize("name", [*CAN, *QK_NORM])

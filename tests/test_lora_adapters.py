@@ -338,6 +338,45 @@ def test_an_adapter_follows_the_steps_that_keep_the_function(shelf, tmp_path, st
     assert_same(live(tmp_path / "after", tmp_path / "carried"), live(shelf("L1"), adapter), 3e-5)
 
 
+def test_b6_an_adapter_follows_neox_to_phi_and_back(tmp_path):
+    """Through other names and rows interleaved head by head; two equal norms are one, so that only rows move."""
+
+    def one_norm(tensors):
+        return {name: tensors[name.replace("post_attention_layernorm", "input_layernorm")].clone() for name in tensors}
+
+    model = edit(make("NX", tmp_path / "model", "float32"), one_norm)
+    adapter = trained(model, tmp_path / "adapter", target_modules=TARGETS["NX"])
+    run({"model": str(model), "steps": [{"unfuse": {}}], "output": str(tmp_path / "phi")})
+    transport(adapter, model, tmp_path / "phi", tmp_path / "there")
+    assert_same(live(tmp_path / "phi", tmp_path / "there"), live(model, adapter), 3e-5)
+    transport(tmp_path / "there", tmp_path / "phi", model, tmp_path / "back")
+    assert_same(live(model, tmp_path / "back"), live(model, adapter), 3e-5)
+
+
+def without_norm_biases(tensors):
+    ends = ("norm.bias", "ln_1.bias", "ln_2.bias", "ln_f.bias")
+    return {name: tensor * 0 if name.endswith(ends) else tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize("name", ["NX", "GP"])
+def test_an_adapter_cannot_follow_a_norms_bias_that_was_folded_away(tmp_path, name):
+    """(W + B A)(g n + c): B A c would be lost without a word. Without biases, the adapter follows."""
+    steps = [{"fold_norms": {"final_norm": False}}]
+    for case in ("biases", "none"):
+        model = make(name, tmp_path / case / "model", "float32")
+        if case == "none":
+            edit(model, without_norm_biases)
+        adapter = trained(model, tmp_path / case / "adapter", target_modules=TARGETS[name])
+        folded = tmp_path / case / "folded"
+        run({"model": str(model), "steps": steps, "output": str(folded)})
+        if case == "biases":
+            with pytest.raises(SutureError, match="the bias of the norm before it was folded away"):
+                transport(adapter, model, folded, tmp_path / case / "carried")
+        else:
+            transport(adapter, model, folded, tmp_path / case / "carried")
+            assert_same(live(folded, tmp_path / case / "carried"), live(model, adapter), 3e-5)
+
+
 def test_fused_layers_taken_apart_and_put_together(shelf):
     """Row blocks of a fused matrix, also interleaved per head, and back."""
     generator = torch.Generator().manual_seed(0)
