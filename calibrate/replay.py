@@ -25,6 +25,7 @@ import torch
 from greenlet import getcurrent, greenlet
 from torch import Tensor, nn
 
+from ..checkpoint.disk import reserve
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear
 from ..checkpoint.writer import disk_errors
@@ -62,7 +63,7 @@ class Stream:
                 disk_errors(spill),
                 spill.open("wb") as file,
             ):  # reserved: a mapped page without disk would end the process
-                os.posix_fallocate(file.fileno(), 0, total * skeleton.dtype.itemsize)
+                reserve(file.fileno(), total * skeleton.dtype.itemsize, spill.parent)
             buffer = torch.from_file(str(spill), shared=True, size=total, dtype=skeleton.dtype)
         else:
             buffer = torch.empty(total, dtype=skeleton.dtype)
@@ -101,9 +102,9 @@ class Stream:
 
 
 def release_memory() -> None:
-    """Give memory that was freed in pieces back to the system, where the C library can (glibc)."""
+    """Give memory that was freed in pieces back to the system, where the C library can (glibc; Windows has none to ask)."""
     gc.collect()
-    with contextlib.suppress(AttributeError, OSError):
+    with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 

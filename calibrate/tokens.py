@@ -18,7 +18,7 @@ import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
@@ -96,12 +96,24 @@ def render_chats(documents: Documents, tokenizer: PreTrainedTokenizerBase) -> li
 
     Raises SutureError: no template, or one that refuses a conversation (named).
     """
+    _need_template(tokenizer, documents.source)
+    return [_render(chat, documents.name(i), tokenizer) for i, chat in enumerate(documents.chats)]
+
+
+def render_questions(
+    chats: Sequence[Sequence[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase, source: str
+) -> list[str]:
+    """Each conversation, its last message the user's, up to where the assistant's answer begins."""
+    _need_template(tokenizer, source)
+    return [_render(list(chat), f"{source}: row {i + 1}", tokenizer, answer=True) for i, chat in enumerate(chats)]
+
+
+def _need_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
     if tokenizer.chat_template is None:
         raise SutureError(
-            f"{documents.source} holds chat messages, but the tokenizer has no chat template",
+            f"{source} holds chat messages, but the tokenizer has no chat template",
             "add chat_template.jinja beside the tokenizer, or name a text column with the setting column: NAME",
         )
-    return [_render(chat, documents.name(i), tokenizer) for i, chat in enumerate(documents.chats)]
 
 
 def document_bytes(documents: Documents, tokenizer: PreTrainedTokenizerBase | None = None) -> list[int] | None:
@@ -319,9 +331,9 @@ def _needed(tokenizer: PreTrainedTokenizerBase | None, documents: Documents) -> 
     return tokenizer
 
 
-def _render(chat: Conversation, name: str, tokenizer: PreTrainedTokenizerBase) -> str:
+def _render(chat: Conversation, name: str, tokenizer: PreTrainedTokenizerBase, answer: bool = False) -> str:
     try:
-        return str(tokenizer.apply_chat_template(chat, tokenize=False))
+        return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=answer))
     except Exception as error:  # the template is a program of its own: TemplateError, TypeError, KeyError, ...
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise SutureError(

@@ -68,7 +68,7 @@ def account_for(inputs: Iterable[str], outputs: Iterable[str], accounts: Mapping
 def file_hashes(directory: Path) -> dict[str, dict[str, Any]]:
     """SHA-256 and size of every file but the manifest itself."""
     return {
-        str(path.relative_to(directory)): {"sha256": sha256_file(path), "bytes": path.stat().st_size}
+        path.relative_to(directory).as_posix(): {"sha256": sha256_file(path), "bytes": path.stat().st_size}
         for path in sorted(directory.rglob("*"))
         if path.is_file() and path.name != MANIFEST
     }

@@ -10,7 +10,6 @@ further line says that one unit of work is on disk. A line is written and synced
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shutil
@@ -18,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
+from .disk import sync_directory, sync_file, take_lock
 from .errors import SutureError
 from .writer import DISK_FULL, disk_errors
 
@@ -35,7 +35,7 @@ class Staging:
 
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append one entry to the journal; returns once it is on disk."""
-        with disk_errors(self.work), (self.work / "journal.jsonl").open("a") as file:
+        with disk_errors(self.work), (self.work / "journal.jsonl").open("a", encoding="utf-8", newline="\n") as file:
             file.write(json.dumps(entry) + "\n")  # keys keep their order: they go into the manifest
             file.flush()
             os.fsync(file.fileno())
@@ -56,10 +56,12 @@ class Staging:
                 self.output.rename(replaced)
             self.model.rename(self.output)
             sync_directory(self.output.parent)
-            shutil.rmtree(self.partial, ignore_errors=True)
+            self.discard()
 
     def discard(self) -> None:
-        """Leave no trace: for a run that is refused before its work began."""
+        """Leave no trace: after the commit, or when a run is refused before its work began."""
+        if os.name == "nt":
+            self._lock.close()  # an open file cannot be removed there
         shutil.rmtree(self.partial, ignore_errors=True)
 
     def __enter__(self) -> Staging:
@@ -114,9 +116,9 @@ def open_staging(output: Path, fingerprint: Mapping[str, str], overwrite: bool, 
     partial = partial_of(output)
     with disk_errors(partial):
         (partial / "work").mkdir(parents=True, exist_ok=True)
-        lock = (partial / "work" / "lock").open("w")
+        lock = (partial / "work" / "lock").open("w", encoding="utf-8")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        take_lock(lock)
     except OSError as error:
         lock.close()
         raise SutureError(f"output: another run is writing to {partial}", "wait for it or stop it") from error
@@ -179,24 +181,12 @@ def write_whole(path: Path, content: bytes) -> None:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        temporary.rename(path)
-
-
-def sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+        temporary.replace(path)
 
 
 def sync_tree(path: Path) -> None:
     """fsync every file of a directory, then the directory."""
     for file in sorted(path.rglob("*")):
         if file.is_file():
-            fd = os.open(file, os.O_RDONLY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
+            sync_file(file)
     sync_directory(path)

@@ -18,6 +18,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .disk import open_for_writing, reserve, write_at
 from .errors import SutureError
 from .header import DTYPES, code_of
 
@@ -121,11 +122,10 @@ class ShardWriter:
                 (directory / "model.safetensors.index.json").write_bytes(plan.index)
 
     def _reserve(self, shard: Shard) -> None:
-        fd = os.open(self.directory / shard.file, os.O_RDWR | os.O_CREAT, 0o644)
+        fd = open_for_writing(self.directory / shard.file)
         self._open[shard.file] = fd
-        os.ftruncate(fd, shard.size)
-        os.posix_fallocate(fd, 0, shard.size)  # a full disk shows now, not after hours
-        _pwrite(fd, shard.header, 0)
+        reserve(fd, shard.size, self.directory)
+        write_at(fd, shard.header, 0)
         self._dirty.add(shard.file)
 
     def write(self, name: str, tensor: torch.Tensor) -> None:
@@ -147,7 +147,7 @@ class ShardWriter:
         if len(raw) != spec.nbytes:
             raise SutureError(f"{name}: planned with {spec.nbytes} bytes, given {len(raw)}")
         with disk_errors(self.directory / shard.file):
-            _pwrite(self._open[shard.file], raw, shard.starts[name])
+            write_at(self._open[shard.file], raw, shard.starts[name])
         with self._marks:
             self._dirty.add(shard.file)
 
@@ -166,13 +166,6 @@ class ShardWriter:
         for fd in self._open.values():
             os.close(fd)
         self._open.clear()
-
-
-def _pwrite(fd: int, raw: bytes | bytearray | memoryview, offset: int) -> None:
-    view = memoryview(raw).cast("B")
-    while view:
-        done = os.pwrite(fd, view[: 1 << 30], offset)
-        view, offset = view[done:], offset + done
 
 
 @contextlib.contextmanager

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import sys
 from collections.abc import Callable
 from enum import StrEnum
@@ -215,7 +217,14 @@ def report(
     column: Annotated[str | None, typer.Option(help="column of the text")] = None,
     also: Annotated[list[str] | None, typer.Option(help="more texts, each a row; may be given again")] = None,
     task: Annotated[
-        list[str] | None, typer.Option(metavar="NAME=FILE", help="a task by log-likelihood; may be given again")
+        list[str] | None,
+        typer.Option(metavar="NAME=FILE", help="a task by log-likelihood, or '{data: FILE, ...}'; may be given again"),
+    ] = None,
+    generation: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FILE", help="a task answered in words, or '{data: FILE, chat: true, ...}'; may be given again"
+        ),
     ] = None,
     margin: Annotated[float, typer.Option(help="perplexity ratio less 1 that counts as equivalent")] = 0.02,
     no_fidelity: Annotated[bool, typer.Option("--no-fidelity", help="Perplexity only, without KL divergence.")] = False,
@@ -230,11 +239,16 @@ def report(
     """Score models against a base on identical tokens, with paired intervals."""
     with _messages():
         from ..pipeline.api import compare, compare_all
+        from ..pipeline.recipe import parse_task
         from .console import TerminalProgress
 
         settings: dict[str, Any] = {"protocol": protocol.value, "window": window, "max_windows": max_windows}
         settings |= {"split": split, "column": column, "margin": margin, "fidelity": not no_fidelity}
-        settings |= {"sets": [{"data": text} for text in also or []], "tasks": [_task(pair) for pair in task or []]}
+        settings |= {
+            "sets": [{"data": text} for text in also or []],
+            "tasks": [parse_task(one, "--task") for one in task or []],
+        }
+        settings |= {"generation": [parse_task(one, "--generation") for one in generation or []]}
         common: dict[str, Any] = {"output": output, "device": device, "progress": TerminalProgress()}
         if len(candidates) == 1:
             found = [compare(base, candidates[0], data, latency=latency, **common, **settings)]
@@ -393,13 +407,6 @@ def _run_content(
         _run(recipe, device, overwrite, resume, as_json)
 
 
-def _task(pair: str) -> dict[str, str]:
-    name, equals, file = pair.partition("=")
-    if not equals:
-        raise typer.BadParameter(f"{pair}: expected NAME=FILE, for example --task piqa=piqa.jsonl")
-    return {"name": name, "data": file}
-
-
 def _run(recipe: Any, device: str, overwrite: bool, resume: bool, as_json: bool) -> None:
     from ..pipeline.run import run as run_recipe
     from .console import TerminalProgress
@@ -443,4 +450,14 @@ _RESUME = "; --resume goes on with what is done"
 
 def main() -> None:
     """Entry point of the console script."""
+    _speak_utf8()
     app()
+
+
+def _speak_utf8() -> None:
+    """Files and pipes get UTF-8 whatever the system's code page is (Windows), and no terminal ends a run for a letter."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+            if not stream.isatty() and "PYTHONIOENCODING" not in os.environ:
+                stream.reconfigure(encoding="utf-8")

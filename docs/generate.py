@@ -23,7 +23,7 @@ def made(name):
 
 def section(title):
     """The README's section of that title without its heading, its subsections but for those that pages show themselves."""
-    text = (ROOT / "README.md").read_text()
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
     found = re.search(rf"^(#+) {re.escape(title)}\n(.*?)(?=^#{{1,3}} |\Z)", text, re.MULTILINE | re.DOTALL)
     if found is None:
         raise KeyError(f"README.md has no section {title!r}")
@@ -44,6 +44,7 @@ def cell(one):
 def recipe():
     from suture.pipeline.recipe import (
         CalibrationSettings,
+        GenerationSettings,
         Recipe,
         ReportSettings,
         SetSettings,
@@ -53,7 +54,7 @@ def recipe():
     )
 
     models = {"": Recipe, "calibration": CalibrationSettings, "report": ReportSettings}
-    models |= {"report.sets[]": SetSettings, "report.tasks[]": TaskSettings}
+    models |= {"report.sets[]": SetSettings, "report.tasks[]": TaskSettings, "report.generation[]": GenerationSettings}
     parts = []
     for name, model in models.items():
         parts += [

@@ -199,7 +199,7 @@ def compare_all(
         raise SutureError("a candidate is given twice", "give each model once")
     reports = {}
     for number, candidate in enumerate(candidates):
-        target = None if output is None else Path(output) / f"{number + 1}-{Path(candidate).name}"
+        target = None if output is None else Path(output) / f"{number + 1}-{Path(candidate).name.replace(':', '-')}"
         reports[str(candidate)] = compare(
             base, candidate, data, output=target, device=device, progress=progress, **settings
         )

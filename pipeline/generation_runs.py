@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ..calibrate.documents import read_rows
 from ..calibrate.skeleton import Skeleton
+from ..calibrate.tokens import render_questions
 from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import to_json
 from ..checkpoint.staging import Staging, write_whole
@@ -70,9 +71,12 @@ def plan_generation(settings: Sequence[GenerationSettings], model: TextModel) ->
         tokenizer = model.tokenizer
         if tokenizer is None:
             raise SutureError(model.missing)
-        questions = read_questions(read_rows(wanted.data)[: wanted.limit], wanted.template, wanted.data)
-        lead = [] if model.bos_id is None else [model.bos_id]
+        rows = read_rows(wanted.data)[: wanted.limit]
+        questions = read_questions(rows, wanted.template, wanted.data, chat=wanted.chat, system=wanted.system)
+        lead = [] if model.bos_id is None or wanted.chat else [model.bos_id]  # a template brings its own, or none
         texts = [question.prompt for question in questions]
+        if wanted.chat:
+            texts = render_questions([question.chat for question in questions], tokenizer, wanted.data)
         ids = [(*lead, *row) for row in tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]]
         longest = max(map(len, ids))
         if model.max_positions is not None and longest + wanted.max_new_tokens > model.max_positions:
@@ -86,7 +90,7 @@ def plan_generation(settings: Sequence[GenerationSettings], model: TextModel) ->
         name = wanted.name or Path(wanted.data.split(":")[-1]).name.split(".")[0]
         how = "greedy" if wanted.temperature == 0 else f"{wanted.samples} samples at temperature {wanted.temperature:g}"
         scored = f"{wanted.match} match" + (f" of /{wanted.extract}/" if wanted.extract else "")
-        bos = "no BOS" if model.bos_id is None else "BOS before each prompt"
+        bos = "chat template" if wanted.chat else "BOS before each prompt" if lead else "no BOS"
         protocol = (
             f"stock transformers, stored dtype, {how}, at most {wanted.max_new_tokens} tokens, {scored}, "
             f"{len(questions)} items, {bos}"

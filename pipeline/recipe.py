@@ -90,6 +90,10 @@ class GenerationSettings(_Strict):
         min_length=1,
         description="the prompt made of columns: 'Q: {question}'; default: the prompt column as it is",
     )
+    chat: bool = Field(
+        False, description="each prompt, or the column messages, goes through the tokenizer's chat template"
+    )
+    system: str | None = Field(None, min_length=1, description="chat: the system message before every prompt")
     match: Match = Field("exact", description="the answer equals a right one, or contains it; capitals do not count")
     extract: str | None = Field(
         None, min_length=1, description="regular expression whose last match, or its first group, is the answer"
@@ -112,6 +116,8 @@ class GenerationSettings(_Strict):
             raise ValueError("samples: greedy answers are all the same; set a temperature above 0, such as 0.8")
         if max(self.k) > self.samples:
             raise ValueError(f"k: pass@{max(self.k)} needs at least as many samples; there are {self.samples}")
+        if self.system is not None and not self.chat:
+            raise ValueError("system: only a chat has a system message; set chat: true")
         try:
             re.compile(self.extract or "")
         except re.error as error:
@@ -255,6 +261,19 @@ def parse_step(text: str) -> dict[str, Any]:
     if not isinstance(content, Mapping) or len(content) != 1:
         raise SutureError(f"--step {text}: not one step", "write for example --step 'gptq: {bits: 4, group_size: 64}'")
     return {name: {} if settings is None else settings for name, settings in content.items()}
+
+
+def parse_task(text: str, option: str) -> dict[str, Any]:
+    """A task written on a command line: `NAME=FILE`, or its keys as `{data: FILE, ...}`. Raises SutureError."""
+    name, equals, file = text.partition("=")
+    if equals and re.fullmatch(r"[\w.-]+", name) and file:
+        return {"name": name, "data": file}
+    content = _parse_value(text, f"{option} {text}")
+    if not isinstance(content, Mapping) or "data" not in content:
+        raise SutureError(
+            f"{option} {text}: expected NAME=FILE or {{data: FILE, ...}}", f"for example {option} piqa=piqa.jsonl"
+        )
+    return dict(content)
 
 
 def parse_values(pairs: Mapping[str, str]) -> dict[str, Any]:

@@ -106,14 +106,19 @@ def _row(name: str, found: LatencyRatio, tokens: int) -> dict[str, Any]:
 
 
 _ALONE = """
-import resource, sys, torch
+import sys, torch
 from pathlib import Path
 from suture.pipeline.stock import load_stock
 from suture.pipeline.timing import decoding
 model = load_stock(Path(sys.argv[1]), torch.device("cpu"))
 with torch.no_grad():
     decoding(model, torch.zeros((1, int(sys.argv[2])), dtype=torch.int64), int(sys.argv[3]))()
-print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
+if sys.platform == "win32":
+    import psutil
+    print(psutil.Process().memory_info().peak_wset)
+else:
+    import resource
+    print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024))
 """
 
 
@@ -122,7 +127,7 @@ def _peak_of_processes(models: Mapping[str, Path], prompt: int, new: int) -> dic
     found: dict[str, Any] = {}
     for name, path in models.items():
         command = [sys.executable, "-c", _ALONE, str(path.absolute()), str(prompt), str(new)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        done = subprocess.run(command, capture_output=True, encoding="utf-8", errors="replace", check=False)
         if done.returncode != 0:
             return None
         found[name] = int(done.stdout.split()[-1])

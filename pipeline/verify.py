@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..calibrate.skeleton import open_skeleton
+from ..checkpoint.disk import link_or_copy
 from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import to_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
@@ -34,10 +35,15 @@ class FreshLoader:
     """
 
     def __init__(self) -> None:
-        self._messages = tempfile.TemporaryFile("w+")  # noqa: SIM115  # closed with this
-        command = [sys.executable, "-P", "-m", "suture.pipeline.reload"]
+        self._messages = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # closed with this
+        command = [sys.executable, "-P", "-X", "utf8", "-m", "suture.pipeline.reload"]
         self._process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._messages, text=True, cwd="/"
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=self._messages,
+            encoding="utf-8",
+            cwd="/",
         )
 
     def __enter__(self) -> FreshLoader:
@@ -152,7 +158,7 @@ def first_blocks(source: Checkpoint, n_blocks: int, keep: frozenset[str], direct
     for file in {info.file for name, info in source.tensors.items() if name in keep}:
         link = directory / file.name
         if not link.exists():
-            link.symlink_to(file.resolve())
+            link_or_copy(file, link)
     (directory / "model.safetensors.index.json").write_bytes(to_json({"metadata": {}, "weight_map": weight_map}))
     (directory / "config.json").write_bytes(to_json(shortened(source.config, n_blocks)))
     return directory

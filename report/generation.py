@@ -38,6 +38,7 @@ class Question:
     prompt: str
     answers: tuple[str, ...]
     group: str | None = None  # what it shares with others: a passage, a subject
+    chat: tuple[dict[str, Any], ...] = ()  # the conversation that a chat template renders; its last message is a user's
 
 
 @dataclass(frozen=True)
@@ -70,25 +71,57 @@ def normalized(text: str) -> str:
 
 
 def read_questions(
-    rows: Sequence[Mapping[str, Any]], template: str | None = None, source: str = "generation"
+    rows: Sequence[Mapping[str, Any]],
+    template: str | None = None,
+    source: str = "generation",
+    *,
+    chat: bool = False,
+    system: str | None = None,
 ) -> list[Question]:
-    """Raises SutureError naming the row without a prompt, or without an answer."""
+    """With `chat` every prompt becomes a conversation: the column `messages`, whose last message may be the assistant's and
+    is then the right answer, or else the prompt as a user's message, after `system` if there is one.
+
+    Raises SutureError naming the row without a prompt, or without an answer.
+    """
     if not rows:
         raise SutureError(f"{source}: no items", "give a file with one item a line")
     questions = []
     for number, row in enumerate(rows):
         where = f"{source}: row {number + 1}"
         answers = next((row[key] for key in _ANSWERS if row.get(key) not in (None, "", [])), None)
+        messages: list[dict[str, Any]] = []
+        if chat:
+            messages, said = _messages(row, template, where, system)
+            answers = said if answers is None else answers
         if answers is None:
             raise SutureError(
                 f"{where}: no right answer; columns: {', '.join(row)}", f"name a column one of {', '.join(_ANSWERS)}"
             )
         listed = list(answers) if isinstance(answers, list | tuple) else [answers]
         group = row.get("group")
-        questions.append(
-            Question(_prompt(row, template, where), tuple(map(str, listed)), None if group is None else str(group))
-        )
+        prompt = str(messages[-1]["content"]) if chat else _prompt(row, template, where)
+        group = None if group is None else str(group)
+        questions.append(Question(prompt, tuple(map(str, listed)), group, tuple(messages)))
     return questions
+
+
+def _messages(
+    row: Mapping[str, Any], template: str | None, where: str, system: str | None
+) -> tuple[list[dict[str, Any]], str | None]:
+    """(the conversation up to the user's last message, what the assistant said to it when the row has that)."""
+    given = row.get("messages")
+    if template is not None or not isinstance(given, list) or not given:
+        messages, said = [{"role": "user", "content": _prompt(row, template, where)}], None
+    else:
+        messages = [dict(one) for one in given if isinstance(one, Mapping)]
+        said = messages.pop()["content"] if messages and messages[-1].get("role") == "assistant" else None
+        if not messages or messages[-1].get("role") != "user" or not isinstance(messages[-1].get("content"), str):
+            raise SutureError(
+                f"{where}: messages: no user's message to answer", "end them with a user's, or its answer"
+            )
+    if system is not None and messages[0].get("role") != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages, None if said is None else str(said)
 
 
 def _prompt(row: Mapping[str, Any], template: str | None, where: str) -> str:
@@ -103,6 +136,8 @@ def _prompt(row: Mapping[str, Any], template: str | None, where: str) -> str:
     for key in _PROMPTS:
         if isinstance(row.get(key), str) and row[key].strip():
             return str(row[key])
+    if isinstance(row.get("messages"), list):
+        raise SutureError(f"{where}: messages are a chat's", "set chat: true")
     raise SutureError(
         f"{where}: no prompt; columns: {', '.join(row)}", f"name a column one of {', '.join(_PROMPTS)}, or set template"
     )

@@ -587,7 +587,7 @@ def test_report_scores_candidates_and_prints_or_writes_it(finished):
     assert [m["name"] for m in timed["measurements"]] == ["prefill", "decode"]
     assert "Latency" in (home / "more/report.html").read_text() and "latency" not in content
     wrong = warm.suture(*args, "--task", "no-equals-sign", cwd=home)
-    assert wrong.code == 2 and "expected NAME=FILE" in wrong.err
+    assert wrong.code == 1 and "expected NAME=FILE" in wrong.err
     for name in ("scores", "many", "more"):
         shutil.rmtree(home / name)
 

@@ -218,3 +218,44 @@ def test_an_answer_ends_at_a_stop_string(asked):
         generation=[{"data": str(file), "max_new_tokens": 6, "stop": [mark], "limit": 1}],
     )
     assert report.samples[0]["base"]["texts"] == [greedy[0].split(mark)[0]]
+
+
+CHAT_TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if add_generation_prompt %}<bot>{% endif %}"
+)
+
+
+def test_a_chat_is_what_the_template_makes_of_it(tmp_path):
+    """Bare prompts, conversations whose last word is the right answer, a system message; never a second BOS."""
+    from suture.pipeline.generation_runs import plan_generation
+    from suture.pipeline.recipe import GenerationSettings
+    from suture.pipeline.texts import TextModel
+
+    tokenizer = load_tokenizer(open_checkpoint("builtin:tiny").path)
+    model = TextModel(8192, 512, tokenizer, bos_id=0)
+    talk = [{"role": "user", "content": "One?"}, {"role": "assistant", "content": "Yes"}]
+    rows = [
+        {"prompt": "Who?", "answer": "I"},
+        {"messages": [*talk, {"role": "user", "content": "Two?"}], "answer": "No"},
+    ]
+    rows += [{"messages": talk}]
+    (tmp_path / "chat.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+    def plan(**settings):
+        return plan_generation([GenerationSettings(data=str(tmp_path / "chat.jsonl"), **settings)], model)[0]
+
+    with pytest.raises(SutureError, match="no chat template"):
+        plan(chat=True)
+    with pytest.raises(SutureError, match="row 2: messages are a chat's; set chat: true"):
+        plan()
+    tokenizer.chat_template = CHAT_TEMPLATE
+    found = plan(chat=True, system="Be brief")
+    assert [tokenizer.decode(ids) for ids in found.ids] == [
+        "<system>Be brief\n<user>Who?\n<bot>",
+        "<system>Be brief\n<user>One?\n<assistant>Yes\n<user>Two?\n<bot>",
+        "<system>Be brief\n<user>One?\n<bot>",
+    ]
+    assert [question.answers for question in found.questions] == [("I",), ("No",), ("Yes",)]
+    assert found.protocol.endswith("3 items, chat template") and found.digest != plan(chat=True).digest
+    with pytest.raises(ValueError, match="only a chat has a system message"):
+        GenerationSettings(data="x", system="Be brief")

@@ -24,7 +24,7 @@ from functools import cache
 from pathlib import Path
 
 COMMAND = Path(sys.executable).with_name("suture")
-EVENTS = ("pwrite", "fsync", "rename")  # of module os
+EVENTS = ("pwrite", "fsync", "rename", "replace")  # of module os
 
 
 @dataclass
