@@ -105,7 +105,8 @@ def _suture_command(options: argparse.Namespace, work: Path) -> list[str]:
             "length": options.length,
             "order": "sequential",
         },
-        "steps": [{"gptq": {"bits": options.bits, "group_size": options.group_size}}],
+        # the same work as the peer's: one model, one stream
+        "steps": [{"gptq": {"bits": options.bits, "group_size": options.group_size, "asymmetric": "none"}}],
         "output": str(work / "suture"),
     }
     recipe.write_text(json.dumps(content))  # JSON is YAML

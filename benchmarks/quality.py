@@ -53,7 +53,7 @@ def ours(bits: int) -> dict[str, list[dict[str, Any]]]:
     return {
         "rtn": [{"rtn": w(bits)}],
         "awq": [{"awq": w(bits)}],
-        "gptq": [{"gptq": w(bits)}],
+        "gptq": [{"gptq": w(bits, asymmetric="none")}],
         "gptaq": [{"gptq": w(bits, asymmetric="gptaq")}],
         "qronos": [{"gptq": w(bits, asymmetric="qronos")}],
         "awq + gptq": [{"awq": w(bits, rounding="gptq")}],

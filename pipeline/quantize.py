@@ -82,6 +82,13 @@ def prepare(source: TensorSource, settings: RTNSettings, schemes: Mapping[str, S
     )
 
 
+def decide(source: TensorSource, settings: GPTQSettings, tokens: int) -> GPTQSettings:
+    """The settings with `asymmetric: auto` decided by how much text there is."""
+    selection = select(open_skeleton(source).layout, settings.targets, settings.ignore)
+    compared = [linear.in_features for linear in selection.chosen if linear.expert is None]
+    return settings.decided(tokens, max(compared, default=0))
+
+
 def planned_tensors(
     source: TensorSource,
     layout: ModelLayout,
@@ -153,7 +160,7 @@ def notes_of(layout: ModelLayout, selection: Selection) -> tuple[str, ...]:
 def _notes(layout: ModelLayout, selection: Selection, settings: RTNSettings) -> tuple[str, ...]:
     notes = [*notes_of(layout, selection)]
     experts = sum(linear.expert is not None for linear in selection.chosen)
-    if experts and isinstance(settings, GPTQSettings) and settings.asymmetric != "none":
+    if experts and _two_streams(settings):
         notes.append(
             f"{experts} expert matrices are calibrated symmetrically: the two models send different tokens to them"
         )
@@ -174,7 +181,12 @@ def run(work: StepRun, plan: QuantizePlan, settings: RTNSettings) -> StepResult:
 
 def _two_models(settings: RTNSettings) -> bool:
     """Whether the original model runs beside the quantized one."""
-    return isinstance(settings, LearnSettings) or (isinstance(settings, GPTQSettings) and settings.asymmetric != "none")
+    return isinstance(settings, LearnSettings) or _two_streams(settings)
+
+
+def _two_streams(settings: RTNSettings) -> bool:
+    """Whether GPTQ sees the original model's inputs beside the quantized one's."""
+    return isinstance(settings, GPTQSettings) and settings.asymmetric not in ("auto", "none")
 
 
 def _streams(settings: RTNSettings) -> tuple[str, ...]:
@@ -216,7 +228,7 @@ def _quantize_block(
     training = isinstance(settings, LearnSettings)
     if training:
         streams[INPUTS].buffer.copy_(stream.buffer)
-    beside = reference if settings.asymmetric != "none" else None
+    beside = reference if _two_streams(settings) else None
     layers = gptq_block(skeleton, index, stream, mine, settings, storage, work.paused, plan.schemes, beside)
     if beside is None:
         run_block(original, index, streams[REFERENCE])

@@ -112,6 +112,9 @@ class StepKind:
     """For a step that needs text, or more than the first block: (prepared, settings) -> the step and settings that stand
     for it in the preflight, which has neither: they change the same layers' shapes and formats."""
     paths: tuple[str, ...] = ()  # settings that are paths, or lists of mappings with paths under the same key
+    decide: Callable[[TensorSource, Any, int], BaseModel] | None = None
+    """For settings that may be left to suture and depend on how many calibration tokens there are: (source, settings,
+    tokens) -> the settings with that decided."""
     settle: Callable[[StepRun, Any, Any], BaseModel | None] | None = None
     """For a step whose plan depends on data: decide, before `run`. The settings with the decision written out, of
     which `prepare` is asked again; None when nothing was left to decide. What `prepare` plans before must be at least as

@@ -82,7 +82,16 @@ STEPS: dict[str, StepKind] = {
         check_text=heal.check_text,
     ),
     "rtn": StepKind(RTNSettings, "round to nearest", never, True, quantize.prepare, quantize.run, quantize.rehearsal),
-    "gptq": StepKind(GPTQSettings, "GPTQ", always, True, quantize.prepare, quantize.run, quantize.rehearsal),
+    "gptq": StepKind(
+        GPTQSettings,
+        "GPTQ",
+        always,
+        True,
+        quantize.prepare,
+        quantize.run,
+        quantize.rehearsal,
+        decide=quantize.decide,
+    ),
     "learn": StepKind(
         LearnSettings, "GPTQ with trained rounding", always, True, quantize.prepare, quantize.run, quantize.rehearsal
     ),
@@ -94,6 +103,7 @@ STEPS: dict[str, StepKind] = {
         allocate.prepare,
         allocate.run,
         allocate.rehearsal,
+        decide=quantize.decide,
         settle=allocate.settle,
     ),
     "rotate": StepKind(RotateSettings, "rotate the residual stream, exactly", never, False, rotate.prepare, rotate.run),

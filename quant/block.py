@@ -186,7 +186,7 @@ def _gptq_sharing_inputs(
         settings.damp,
         actorder=settings.actorder,
         search=settings.range_search,
-        asymmetric=settings.asymmetric,
+        asymmetric="none" if settings.asymmetric == "auto" else settings.asymmetric,
         alpha=settings.alpha,
     )
     deviation = None if inputs.deviation is None else inputs.deviation.mean()

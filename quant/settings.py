@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from .grid import Search
 from .scheme import Activations, Scheme
 from .smoothquant import W8
+
+# What asymmetric calibration corrects is a regression of the inputs' deviation on the inputs: with few tokens for each
+# input it fits noise. Measured in docs/steps/quantization.md.
+TOKENS_PER_INPUT = 32
 
 
 class Rule(BaseModel):
@@ -70,17 +74,29 @@ class GPTQSettings(RTNSettings):
         "scale found when its group is reached; none: as they come",
     )
     hessian: Literal["float32", "float64"] = Field("float32", description="precision of H and of the rounding loop")
-    asymmetric: Literal["none", "gptaq", "qronos"] = Field(
-        "none", description="aim at the outputs that the original model's inputs would give, by GPTAQ or Qronos"
+    asymmetric: Literal["auto", "none", "gptaq", "qronos"] = Field(
+        "auto",
+        description="aim at the outputs that the original model's inputs would give, by GPTAQ or Qronos; auto: GPTAQ "
+        f"from {TOKENS_PER_INPUT} calibration tokens per input of the widest layer on",
     )
     alpha: float = Field(
         1.0, gt=0, le=1, description="share of the inputs' deviation that asymmetric calibration counts"
     )
 
+    def decided(self, tokens: int, widest: int) -> Self:
+        """With `asymmetric: auto` decided. widest: most inputs of a layer whose two models' inputs are compared, or 0."""
+        if self.asymmetric != "auto":
+            return self
+        enough = 0 < widest * TOKENS_PER_INPUT <= tokens
+        return self.model_copy(update={"asymmetric": "gptaq" if enough else "none"})
+
 
 class LearnSettings(GPTQSettings):
     """GPTQ, then training of each block's rounding and scales towards the original block's outputs."""
 
+    asymmetric: Literal["none", "gptaq", "qronos"] = Field(
+        "none", description="where GPTQ starts from: aimed at the outputs that the original model's inputs would give"
+    )
     epochs: int = Field(4, ge=1, description="passes over the calibration text in each block")
     rate: float = Field(0.02, gt=0, description="learning rate of the weights, in codes per step")
     scale_rate: float = Field(
@@ -140,8 +156,10 @@ class AWQSettings(Rounding, RTNSettings):
 
     def weights(self) -> RTNSettings:
         """What becomes of the scaled weights."""
-        kind = GPTQSettings if self.rounding == "gptq" else RTNSettings
-        return kind(**{key: getattr(self, key) for key in kind.model_fields if hasattr(self, key)})
+        given = {key: getattr(self, key) for key in GPTQSettings.model_fields if hasattr(self, key)}
+        if self.rounding == "gptq":
+            return GPTQSettings(**given, asymmetric="none")
+        return RTNSettings(**{key: given[key] for key in RTNSettings.model_fields})
 
 
 class SmoothQuantSettings(Rounding):
@@ -180,7 +198,7 @@ class SmoothQuantSettings(Rounding):
         """What becomes of the weights alone."""
         own = {"search": self.search, "targets": self.targets, "ignore": self.ignore}
         if self.rounding == "gptq":
-            own |= {"damp": self.damp, "actorder": self.actorder, "hessian": self.hessian}
+            own |= {"damp": self.damp, "actorder": self.actorder, "hessian": self.hessian, "asymmetric": "none"}
         kind = GPTQSettings if self.rounding == "gptq" else RTNSettings
         return kind(bits=W8.bits, group_size=W8.group_size, symmetric=W8.symmetric, **own)
 

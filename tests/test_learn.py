@@ -12,6 +12,8 @@ from suture.calibrate.replay import Stream, run_block
 from suture.calibrate.skeleton import open_skeleton
 from suture.checkpoint.errors import SutureError
 from suture.checkpoint.reader import open_checkpoint
+from suture.pipeline.plan import make_plan
+from suture.pipeline.recipe import make_recipe
 from suture.quant.decode import dense_view
 from suture.quant.gptq import GPTQOptions, gptq
 from suture.quant.learn import LearnOptions, Start, learn, relative_error
@@ -171,6 +173,32 @@ def dies_at_block(n):
         return gptq_block(skeleton, index, *args, **options)
 
     return block
+
+
+@pytest.mark.parametrize(
+    ("samples", "settings", "decided"),
+    [
+        (47, {}, "none"),
+        (48, {}, "gptaq"),
+        (16, {"targets": ["q_proj"]}, "gptaq"),
+        (48, {"asymmetric": "qronos"}, "qronos"),
+        (48, {"asymmetric": "none"}, "none"),
+    ],
+)
+def test_two_models_are_compared_by_themselves_where_text_is_plenty(tmp_path, samples, settings, decided):
+    """32 tokens per input: 512 a sample, 768 inputs of down_proj, 256 of q_proj."""
+    plan = make_plan(
+        make_recipe(
+            {
+                "model": "builtin:tiny",
+                "calibration": {"data": "builtin:novels", "samples": samples, "length": 512},
+                "steps": [{"gptq": {"group_size": 64, **settings}}],
+                "output": str(tmp_path / "out"),
+            }
+        )
+    )
+    assert plan.steps[0].settings.asymmetric == decided
+    assert plan.steps[0].prepared.streams == (1 if decided == "none" else 2)
 
 
 def test_asymmetric_calibration_sees_both_models_and_costs_less(shelf, ids, tmp_path):

@@ -14,6 +14,7 @@ REFUSED = {
     "G3": "normalizes what attention and MLP put out",
     "GP": "LayerNorm",
     "NX": "LayerNorm",
+    "PH": "LayerNorm",
     "W-gemma3": "normalizes what",
     "W-gemma3-new": "normalizes what",
     "W-mistral3": "vision model",
