@@ -93,7 +93,14 @@ STEPS: dict[str, StepKind] = {
         decide=quantize.decide,
     ),
     "learn": StepKind(
-        LearnSettings, "GPTQ with trained rounding", always, True, quantize.prepare, quantize.run, quantize.rehearsal
+        LearnSettings,
+        "GPTQ with trained rounding",
+        always,
+        True,
+        quantize.prepare,
+        quantize.run,
+        quantize.rehearsal,
+        decide=quantize.decide,
     ),
     "allocate": StepKind(
         AllocateSettings,
