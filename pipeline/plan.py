@@ -113,10 +113,14 @@ def make_plan(
     if recipe.report is not None:
         dense_view(checkpoint)  # that it can be scored
     skeleton = open_skeleton(dense_view(checkpoint, weights_alone=True))
+    steps = plan_steps(
+        recipe, checkpoint, resolved
+    )  # before the text is read: what names and shapes refuse comes first
     max_positions = getattr(skeleton.hf_config, "max_position_embeddings", None)
     text = text_model(checkpoint, skeleton.source.shapes[skeleton.layout.embedding][0], max_positions)
     calibration = calibration_text(recipe.calibration, text) if recipe.calibration and needy else None
-    steps = plan_steps(recipe, checkpoint, resolved, calibration)
+    if calibration and any(step.kind.decide for step in steps):
+        steps = plan_steps(recipe, checkpoint, resolved, calibration)
     evaluations = tuple(evaluation_text(one, text) for one in recipe.report.all_sets()) if recipe.report else ()
     for step in steps:
         if step.kind.check_text is not None and calibration is not None:
@@ -173,15 +177,15 @@ def plan_steps(
     recipe: Recipe,
     checkpoint: Checkpoint,
     resolved: Sequence[tuple[str, BaseModel]],
-    calibration: Calibration | None,
+    calibration: Calibration | None = None,
 ) -> tuple[PlannedStep, ...]:
     """Each step's plan, made from the planned output of the one before it."""
     source: TensorSource = checkpoint
     steps: list[PlannedStep] = []
     for name, settings in resolved:
         kind = STEPS[name]
-        if kind.decide is not None:
-            settings = kind.decide(source, settings, calibration.blocks.ids.size if calibration else 0)
+        if kind.decide is not None and calibration is not None:
+            settings = kind.decide(source, settings, calibration.blocks.ids.size)
         prepared = kind.prepare(source, settings)
         shards = plan_shards(prepared.specs, prepared.shard_bytes or recipe.max_shard_size)
         steps.append(PlannedStep(name, settings, kind, prepared, shards))

@@ -503,3 +503,18 @@ def test_gptq_beats_rounding_to_nearest(compared, runs):
     assert metric(report.content, "ppl_ratio")["ci"][1] < 1
     assert not runs["gptq"].fallbacks
     assert 50 < report.perplexity.new.ppl < report.perplexity.base.ppl < 100  # a model that reads, not a broken one
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("bits", [3, 4])
+def test_gptq_leaves_at_most_seven_tenths_of_what_rounding_costs(tmp_path, bits):
+    """On 2,048 tokens of each of 36 stories, with the demo's calibration; GPTQ against RTN is surely below 1."""
+    for method in ("rtn", "gptq"):
+        calibration = {"data": "builtin:novels", "samples": 64, "length": 512} if method == "gptq" else None
+        steps = [{method: {"bits": bits, "group_size": 64}}]
+        suture.apply(TINY, tmp_path / method, steps, calibration=calibration)
+    pairs = [(TINY, tmp_path / "rtn"), (TINY, tmp_path / "gptq"), (tmp_path / "rtn", tmp_path / "gptq")]
+    scoring = {"window": 512, "stride": 448, "max_tokens_per_document": 2048, "fidelity": False}
+    rtn, gptq, paired = [suture.compare(*pair, "builtin:holmes", **scoring).perplexity for pair in pairs]
+    assert 0 < gptq.log.mean <= 0.7 * rtn.log.mean
+    assert paired.high < 1
