@@ -23,7 +23,7 @@ from suture.calibrate.skeleton import Skeleton
 from suture.checkpoint.reader import open_checkpoint
 from suture.lora.adapter import open_adapter
 from suture.pipeline import adapters
-from suture.pipeline.heal_whole import hook_factors
+from suture.pipeline.heal_train import hook_factors
 from suture.pipeline.recipe import SetSettings
 from suture.pipeline.texts import evaluation_text, text_model
 from suture.quant.decode import open_decoded

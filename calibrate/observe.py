@@ -22,8 +22,8 @@ def observe_inputs(skeleton: Skeleton, index: int, stream: Stream, watch: Mappin
 
     handles = [skeleton.model.get_submodule(path).register_forward_pre_hook(hook(look)) for path, look in watch.items()]
     try:
-        for hidden in stream.hidden:
-            skeleton.run_block(index, hidden.to(skeleton.device))
+        for batch in range(len(stream.hidden)):
+            stream.through(skeleton, index, batch)
     finally:
         for handle in handles:
             handle.remove()

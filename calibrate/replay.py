@@ -31,6 +31,10 @@ from ..checkpoint.layout import Linear
 from ..checkpoint.writer import disk_errors
 from .skeleton import Skeleton
 
+Window = tuple[
+    Tensor, Tensor | None
+]  # hidden states [1, T, hidden], and their positions [1, T] where pieces are isolated
+
 
 @dataclass
 class Stream:
@@ -39,21 +43,31 @@ class Stream:
     ids: list[Tensor]  # each [B, T] int64
     hidden: list[Tensor]  # each [B, T, hidden], views of `buffer`
     buffer: Tensor
+    positions: list[Tensor | None]  # each [B, T] int64, starting again at isolated pieces; None: nothing is isolated
     saving: Future[None] | None = None  # must be over before the hidden states may change
 
     @classmethod
     def start(
-        cls, skeleton: Skeleton, ids: Sequence[Tensor], budget: int | None = None, spill: Path | None = None
+        cls,
+        skeleton: Skeleton,
+        ids: Sequence[Tensor],
+        budget: int | None = None,
+        spill: Path | None = None,
+        positions: Sequence[Tensor | None] | None = None,
     ) -> Stream:
         """Embed the batches. Past `budget` bytes the states live in the file `spill` instead of memory."""
-        stream = cls.empty(skeleton, ids, budget, spill)
-        for batch, view in zip(stream.ids, stream.hidden, strict=True):
-            view.copy_(skeleton.embed(batch))
+        stream = cls.empty(skeleton, ids, budget, spill, positions)
+        stream.embed(skeleton)
         return stream
 
     @classmethod
     def empty(
-        cls, skeleton: Skeleton, ids: Sequence[Tensor], budget: int | None = None, spill: Path | None = None
+        cls,
+        skeleton: Skeleton,
+        ids: Sequence[Tensor],
+        budget: int | None = None,
+        spill: Path | None = None,
+        positions: Sequence[Tensor | None] | None = None,
     ) -> Stream:
         width = int(skeleton.hf_config.hidden_size)
         sizes = [batch.numel() * width for batch in ids]
@@ -69,7 +83,24 @@ class Stream:
             buffer = torch.empty(total, dtype=skeleton.dtype)
         views = buffer.split(sizes)
         hidden = [view.view(*batch.shape, width) for view, batch in zip(views, ids, strict=True)]
-        return cls(list(ids), hidden, buffer)
+        return cls(list(ids), hidden, buffer, list(positions or [None] * len(hidden)))
+
+    def embed(self, skeleton: Skeleton) -> None:
+        """Make the hidden states those that reach `skeleton`'s first block."""
+        for ids, positions, view in zip(self.ids, self.positions, self.hidden, strict=True):
+            view.copy_(skeleton.embed(ids, positions))
+
+    def through(self, skeleton: Skeleton, index: int, batch: int) -> Tensor:
+        """What the loaded block `index` makes of a batch's hidden states, on the skeleton's device."""
+        return skeleton.run_block(index, self.hidden[batch].to(skeleton.device), self.positions[batch])
+
+    def windows(self) -> list[Window]:
+        """Every sequence by itself."""
+        return [
+            (hidden[i : i + 1], None if positions is None else positions[i : i + 1])
+            for hidden, positions in zip(self.hidden, self.positions, strict=True)
+            for i in range(len(hidden))
+        ]
 
     @property
     def tokens(self) -> int:
@@ -110,8 +141,8 @@ def release_memory() -> None:
 
 def run_block(skeleton: Skeleton, index: int, stream: Stream) -> None:
     """Replace the stream's hidden states by block `index`'s outputs; the block must be loaded."""
-    for batch, hidden in enumerate(stream.hidden):
-        stream.replace(batch, skeleton.run_block(index, hidden.to(skeleton.device)))
+    for batch in range(len(stream.hidden)):
+        stream.replace(batch, stream.through(skeleton, index, batch))
 
 
 class _SeenError(Exception):
@@ -130,9 +161,9 @@ def observe_inputs(
 
     handle = skeleton.model.get_submodule(linear.module).register_forward_pre_hook(see)
     try:
-        for hidden in stream.hidden:
+        for batch in range(len(stream.hidden)):
             with contextlib.suppress(_SeenError):
-                skeleton.run_block(index, hidden.to(skeleton.device))
+                stream.through(skeleton, index, batch)
     finally:
         handle.remove()
 
@@ -220,12 +251,12 @@ class _Lane:
         self.passed.clear()
         self.forwards = [greenlet(self._forward) for _ in self.stream.hidden]
 
-    def _forward(self, hidden: Tensor) -> Tensor:
-        return self.skeleton.run_block(self.index, hidden.to(self.skeleton.device))
+    def _forward(self, batch: int) -> Tensor:
+        return self.stream.through(self.skeleton, self.index, batch)
 
     def _resume(self, batch: int) -> Any:
         run = self.forwards[batch]
-        return run.switch() if run else run.switch(self.stream.hidden[batch])
+        return run.switch() if run else run.switch(batch)
 
     def go(self, batch: int, stage: int) -> Any:
         """Let a batch's forward run to its next stop, which must be `stage`; its inputs there."""

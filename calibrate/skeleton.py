@@ -90,7 +90,7 @@ class Skeleton:
     hf_config: Any
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-    _arguments: dict[tuple[int, int], list[BlockArguments]] = field(default_factory=dict)
+    _arguments: dict[tuple[Any, ...], list[BlockArguments]] = field(default_factory=dict)
 
     @property
     def family(self) -> Family:
@@ -185,25 +185,38 @@ class Skeleton:
     # -- the forward in pieces ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
-    def embed(self, ids: Tensor) -> Tensor:
-        """Hidden states [B, T, hidden] that reach block 0, for token ids [B, T] (int64)."""
-        return self._record(ids)[0][0]
+    def embed(self, ids: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Hidden states [B, T, hidden] that reach block 0, for token ids [B, T] (int64).
 
-    def arguments(self, index: int, batch: int, length: int) -> BlockArguments:
+        `positions` [B, T] (int64), here and below: where they start again a piece of its own begins, which neither sees
+        the others nor is seen by them. None: every sequence is one piece.
+        """
+        return self._record(ids, positions)[0][0]
+
+    def arguments(self, index: int, batch: int, length: int, positions: Tensor | None = None) -> BlockArguments:
         """What block `index` is given besides hidden states [batch, length, hidden]; the same for all tokens."""
-        if (batch, length) not in self._arguments:
+        key = (batch, length) if positions is None else (batch, length, positions.numpy().tobytes())
+        if key not in self._arguments:
+            if len(self._arguments) >= _KEPT_ARGUMENTS:
+                self._arguments.pop(next(iter(self._arguments)))
             probe = torch.zeros(batch, length, dtype=torch.int64)
-            self._arguments[batch, length] = [arguments for _, arguments in self._record(probe)]
-        return self._arguments[batch, length][index]
+            self._arguments[key] = [arguments for _, arguments in self._record(probe, positions)]
+        return self._arguments[key][index]
 
     @torch.no_grad()
-    def run_block(self, index: int, hidden: Tensor) -> Tensor:
+    def run_block(self, index: int, hidden: Tensor, positions: Tensor | None = None) -> Tensor:
         """Output [B, T, hidden] of block `index`."""
-        return self.block_forward(index, hidden)
+        return self.block_forward(index, hidden, positions=positions)
 
-    def block_forward(self, index: int, hidden: Tensor, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+    def block_forward(
+        self,
+        index: int,
+        hidden: Tensor,
+        weights: Mapping[str, Tensor] | None = None,
+        positions: Tensor | None = None,
+    ) -> Tensor:
         """`run_block`, differentiable, with `weights` (names under the block) in the place of the block's own."""
-        given = self.arguments(index, hidden.shape[0], hidden.shape[1])
+        given = self.arguments(index, hidden.shape[0], hidden.shape[1], positions)
         block = self.block(index)
         if weights is None:
             out = block(hidden, *given.args, **given.kwargs)
@@ -222,17 +235,30 @@ class Skeleton:
             out = self.model(inputs_embeds=hidden, use_cache=False, logits_to_keep=keep.to(self.device))
         return out.logits.float()
 
-    def _record(self, ids: Tensor) -> list[tuple[Tensor, BlockArguments]]:
+    def _record(self, ids: Tensor, positions: Tensor | None = None) -> list[tuple[Tensor, BlockArguments]]:
         seen: list[tuple[Tensor, BlockArguments]] = []
+        given = {} if positions is None else {"position_ids": positions.to(self.device)}
+        if positions is not None:
+            self._refuse_lengths_that_count()
         blocks = [self.block(i) for i in range(self.n_blocks)]
         recorders: list[nn.Module] = [
             _Recorder(block, seen, last=i == len(blocks) - 1) for i, block in enumerate(blocks)
         ]
         with self._embeddings_of(ids) as small, self._blocks_replaced(recorders), contextlib.suppress(_CapturedError):
-            self.backbone(input_ids=small, use_cache=False)
+            self.backbone(input_ids=small, use_cache=False, **given)
         if len(seen) != self.n_blocks:
             raise SutureError(f"{self.source.source}: the forward reached {len(seen)} of {self.n_blocks} blocks")
         return seen
+
+    def _refuse_lengths_that_count(self) -> None:
+        rope = getattr(self.hf_config, "rope_parameters", None) or {}
+        kinds = {rope.get("rope_type"), *(one.get("rope_type") for one in rope.values() if isinstance(one, dict))}
+        if kinds & {"dynamic", "longrope"}:
+            raise SutureError(
+                f"{self.source.source}: its rotary frequencies depend on the longest piece of a batch (rope_type "
+                f"{', '.join(sorted(kinds & {'dynamic', 'longrope'}))}), so pieces cannot be isolated",
+                "use packing: joined",
+            )
 
     @contextlib.contextmanager
     def _embeddings_of(self, ids: Tensor) -> Iterator[Tensor]:
@@ -269,6 +295,9 @@ class Skeleton:
             yield
         finally:
             backbone._modules[self.family.blocks] = real
+
+
+_KEPT_ARGUMENTS = 32  # a mask of isolated pieces is as large as the square of its length
 
 
 def cut(tensor: Tensor, place: Place) -> Tensor:

@@ -9,6 +9,9 @@ own loses it first. Length: no document is dropped for being too long or too sho
     3. a full piece is a block; shorter ones are joined, without padding, until they fill one.
 
 `order="sequential"` is what benchmarks do: the first samples * length tokens of the documents put end to end.
+
+Pieces that share a block see each other, unless they are isolated: then each begins with the BOS, positions start again
+with it, and nothing attends to another piece. `TokenBlocks.segments` says which piece each token is of.
 Randomness is a hash of (seed, document, piece): the same blocks on every machine and with every library version.
 """
 
@@ -16,12 +19,14 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from torch import Tensor
 
 from ..checkpoint.errors import SutureError
 from .documents import Conversation, Documents
@@ -41,6 +46,7 @@ VOCABULARY_FILES = (
 )
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,15 +54,38 @@ class TokenBlocks:
     """Calibration input: `ids` (samples, length) int64, and where its tokens came from."""
 
     ids: IntArray
-    sha256: str  # of shape and ids
+    sha256: str  # of shape and ids, and of segments and answers where there are any
     n_tokens_kept: int  # of documents, without the BOS that blocks add
     n_tokens_dropped: int
     tokens_per_document: IntArray  # (n_documents,) kept tokens
     notes: tuple[str, ...]
+    n_joined: int = 0  # blocks that hold pieces of several documents, which see each other
+    segments: IntArray | None = None  # (samples, length): 0, 1, ... by isolated piece of a block; None: one piece each
+    answers: BoolArray | None = None  # (samples, length): the tokens that the assistant wrote, of chats
 
     @property
     def n_documents_used(self) -> int:
         return int((self.tokens_per_document > 0).sum())
+
+    @property
+    def positions(self) -> IntArray | None:
+        """(samples, length): each token's place in its piece; None when blocks are not divided."""
+        if self.segments is None:
+            return None
+        at = np.broadcast_to(np.arange(self.ids.shape[1]), self.ids.shape)
+        begins = np.diff(self.segments, axis=1, prepend=-1) > 0
+        return at - np.maximum.accumulate(np.where(begins, at, 0), axis=1)
+
+    def only(self, kept: BoolArray) -> TokenBlocks:
+        """The blocks for which `kept` (samples,) is true; the accounting stays that of all."""
+        parts = {"ids": self.ids, "segments": self.segments, "answers": self.answers}
+        return replace(self, **{name: part[kept] for name, part in parts.items() if part is not None})
+
+    def batches(self, size: int) -> tuple[list[Tensor], list[Tensor | None]]:
+        """(ids, positions), both by batches of `size` sequences."""
+        ids = list(torch.from_numpy(self.ids).split(size))
+        positions = self.positions
+        return ids, [None] * len(ids) if positions is None else list(torch.from_numpy(positions).split(size))
 
 
 def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
@@ -97,7 +126,7 @@ def render_chats(documents: Documents, tokenizer: PreTrainedTokenizerBase) -> li
     Raises SutureError: no template, or one that refuses a conversation (named).
     """
     _need_template(tokenizer, documents.source)
-    return [_render(chat, documents.name(i), tokenizer) for i, chat in enumerate(documents.chats)]
+    return [render_chat(chat, documents.name(i), tokenizer) for i, chat in enumerate(documents.chats)]
 
 
 def render_questions(
@@ -105,7 +134,7 @@ def render_questions(
 ) -> list[str]:
     """Each conversation, its last message the user's, up to where the assistant's answer begins."""
     _need_template(tokenizer, source)
-    return [_render(list(chat), f"{source}: row {i + 1}", tokenizer, answer=True) for i, chat in enumerate(chats)]
+    return [render_chat(list(chat), f"{source}: row {i + 1}", tokenizer, answer=True) for i, chat in enumerate(chats)]
 
 
 def _need_template(tokenizer: PreTrainedTokenizerBase, source: str) -> None:
@@ -166,17 +195,23 @@ def pack_calibration(
     seed: int = 0,
     order: Literal["shuffled", "sequential"] = "shuffled",
     max_positions: int | None = None,
+    isolated: bool = False,
+    answers: Sequence[Sequence[bool]] | None = None,
 ) -> TokenBlocks:
     """Blocks of `length` tokens, `samples` of them or as many as the documents fill.
 
     documents: token ids without BOS; one that begins with `bos_id` loses it (in the notes).
-    bos_id: starts every block, None for a model that wants no BOS. max_positions: the model's longest context.
+    bos_id: starts every block, and every isolated piece; None for a model that wants no BOS. max_positions: the model's
+    longest context. isolated: pieces of one block are told apart (`segments`). answers: per token of each document.
     Raises SutureError: settings out of range, too few tokens for one block.
     """
     _check_settings(samples, length, order, max_positions)
+    if isolated and order == "sequential":
+        raise SutureError("isolated pieces have no order: sequential puts documents end to end", "leave order out")
     lead = [_leading(ids, bos_id) for ids in documents]
     arrays = [np.asarray(ids, dtype=np.int64)[n:] for ids, n in zip(documents, lead, strict=True)]
-    body = length - (bos_id is not None)
+    first = int(bos_id is not None)
+    body = length - first
     found = sum(array.size for array in arrays)
     if found < body:
         raise SutureError(
@@ -184,17 +219,30 @@ def pack_calibration(
             f"one block of length {length} needs {body}",
             "give more text" + (f", or a length of at most {found + length - body}" if found > 1 else ""),
         )
-    pieces = _sequential(arrays, body) if order == "sequential" else _shuffled(arrays, body, seed)
-    blocks, per_document = _fill(pieces, len(arrays), body, samples)
-    prefix = np.full((len(blocks), length - body), -1 if bos_id is None else bos_id, dtype=np.int64)
-    ids = np.concatenate([prefix, np.stack(blocks)], axis=1)
+    sizes = [array.size for array in arrays]
+    pieces = _sequential(sizes, body) if order == "sequential" else _shuffled(sizes, body, seed)
+    blocks = _fill(pieces, length, first, isolated, samples)
+    kept = np.zeros(len(arrays), dtype=np.int64)
+    for piece in (piece for block in blocks for piece in block):
+        kept[piece.document] += piece.size
+    leading = np.full(first, -1 if bos_id is None else bos_id, dtype=np.int64)
+    ids = _assemble(blocks, arrays, leading, isolated)
+    segments = _segments(blocks, first) if isolated else None
+    marks = None
+    if answers is not None:
+        written = [np.asarray(row, dtype=np.bool_)[n:] for row, n in zip(answers, lead, strict=True)]
+        marks = _assemble(blocks, written, np.zeros(first, dtype=np.bool_), isolated)
+    joined = 0 if isolated else sum(len({piece.document for piece in block}) > 1 for block in blocks)
     return TokenBlocks(
         ids=ids,
-        sha256=_sha256(ids),
-        n_tokens_kept=int(per_document.sum()),
-        n_tokens_dropped=sum(lead) + found - int(per_document.sum()),
-        tokens_per_document=per_document,
-        notes=_notes(arrays, lead, body, len(blocks), samples),
+        sha256=_sha256(ids, segments, marks),
+        n_tokens_kept=int(kept.sum()),
+        n_tokens_dropped=sum(lead) + found - int(kept.sum()),
+        tokens_per_document=kept,
+        notes=_notes(arrays, lead, body, len(blocks), samples, "isolated piece" if isolated else "block"),
+        n_joined=joined,
+        segments=segments,
+        answers=marks,
     )
 
 
@@ -203,15 +251,19 @@ class _Piece:
     """Contiguous tokens of one document, at most a block's worth."""
 
     document: int
-    ids: IntArray
+    start: int
+    size: int
 
 
-def _shuffled(arrays: list[IntArray], body: int, seed: int) -> Iterator[_Piece]:
+Blocks = list[list[_Piece]]
+
+
+def _shuffled(sizes: list[int], body: int, seed: int) -> Iterator[_Piece]:
     """One piece of each document per round, documents and their pieces in an order drawn from `seed`."""
-    order = sorted((d for d in range(len(arrays)) if arrays[d].size), key=lambda d: _draw(seed, d, -1))
+    order = sorted((d for d, size in enumerate(sizes) if size), key=lambda d: _draw(seed, d, -1))
     waiting = []
     for d in order:
-        starts = range(0, arrays[d].size, body)
+        starts = range(0, sizes[d], body)
         drawn = sorted(starts, key=lambda start: _draw(seed, d, start)) if len(starts) > 1 else starts
         waiting.append((d, iter(drawn)))
     while waiting:
@@ -219,58 +271,77 @@ def _shuffled(arrays: list[IntArray], body: int, seed: int) -> Iterator[_Piece]:
         for d, starts in waiting:
             start = next(starts, None)
             if start is not None:
-                yield _Piece(d, arrays[d][start : start + body])
+                yield _Piece(d, start, min(body, sizes[d] - start))
                 still.append((d, starts))
         waiting = still
 
 
-def _sequential(arrays: list[IntArray], body: int) -> Iterator[_Piece]:
+def _sequential(sizes: list[int], body: int) -> Iterator[_Piece]:
     """Pieces end to end, cut where blocks end."""
     room = body
-    for d, array in enumerate(arrays):
+    for d, size in enumerate(sizes):
         at = 0
-        while at < array.size:
-            piece = array[at : at + room]
-            yield _Piece(d, piece)
+        while at < size:
+            piece = _Piece(d, at, min(room, size - at))
+            yield piece
             at += piece.size
             room = room - piece.size or body
 
 
-def _fill(pieces: Iterator[_Piece], n_documents: int, body: int, samples: int) -> tuple[list[IntArray], IntArray]:
-    """(blocks of `body` tokens, tokens kept per document) from pieces in order; a full piece is a block by itself."""
-    blocks: list[IntArray] = []
-    kept = np.zeros(n_documents, dtype=np.int64)
+def _fill(pieces: Iterator[_Piece], length: int, first: int, isolated: bool, samples: int) -> Blocks:
+    """Each block's pieces, from pieces in order; one that fills a block is a block by itself.
+
+    `first`: tokens (0 or 1) that every block begins with, or when isolated every piece.
+    """
+    room, each = (length, first) if isolated else (length - first, 0)
+    blocks: Blocks = []
     short: list[_Piece] = []
     for piece in pieces:
-        if piece.ids.size == body:
-            blocks.append(piece.ids)
-            kept[piece.document] += body
+        if piece.size + each == room:
+            blocks.append([piece])
         else:
             short.append(piece)
-        if sum(p.ids.size for p in short) >= body:
-            taken, short = _cut(short, body)
-            blocks.append(np.concatenate([p.ids for p in taken]))
-            for p in taken:
-                kept[p.document] += p.ids.size
+        if sum(p.size + each for p in short) >= room:
+            taken, short = _cut(short, room, each)
+            blocks.append(taken)
         if len(blocks) == samples:
             break
-    return blocks, kept
+    return blocks
 
 
-def _cut(pieces: list[_Piece], body: int) -> tuple[list[_Piece], list[_Piece]]:
-    """The pieces that make up the first `body` tokens, and the rest of the last one."""
+def _cut(pieces: list[_Piece], room: int, each: int) -> tuple[list[_Piece], list[_Piece]]:
+    """The pieces that fill `room`, and the rest of the last one."""
     last = pieces[-1]
-    room = body - sum(p.ids.size for p in pieces[:-1])
-    rest = [_Piece(last.document, last.ids[room:])] if last.ids.size > room else []
-    return [*pieces[:-1], _Piece(last.document, last.ids[:room])], rest
+    left = room - sum(p.size + each for p in pieces[:-1]) - each
+    rest = [_Piece(last.document, last.start + left, last.size - left)] if last.size > left else []
+    return [*pieces[:-1], _Piece(last.document, last.start, left)], rest
+
+
+def _assemble(
+    blocks: Blocks, arrays: Sequence[npt.NDArray[Any]], leading: npt.NDArray[Any], isolated: bool
+) -> npt.NDArray[Any]:
+    """(blocks, length) of what `arrays` have for each piece, `leading` before every block or isolated piece."""
+    rows = []
+    for block in blocks:
+        parts = [arrays[p.document][p.start : p.start + p.size] for p in block]
+        rows.append(np.concatenate([x for part in parts for x in (leading, part)] if isolated else [leading, *parts]))
+    return np.stack(rows)
+
+
+def _segments(blocks: Blocks, first: int) -> IntArray:
+    """(blocks, length): which piece of its block each token is of."""
+    return np.stack([np.repeat(np.arange(len(block)), [p.size + first for p in block]) for block in blocks])
 
 
 def _draw(seed: int, document: int, start: int) -> bytes:
     return hashlib.sha256(f"{seed} {document} {start}".encode()).digest()
 
 
-def _sha256(ids: IntArray) -> str:
-    return hashlib.sha256(f"{ids.shape}".encode() + ids.astype("<i8").tobytes()).hexdigest()
+def _sha256(ids: IntArray, segments: IntArray | None, answers: BoolArray | None) -> str:
+    content = f"{ids.shape}".encode() + ids.astype("<i8").tobytes()
+    for name, extra in (("segments", segments), ("answers", answers)):
+        content += name.encode() + extra.astype("<i8").tobytes() if extra is not None else b""
+    return hashlib.sha256(content).hexdigest()
 
 
 def _leading(ids: Sequence[int], bos_id: int | None) -> int:
@@ -281,7 +352,9 @@ def _leading(ids: Sequence[int], bos_id: int | None) -> int:
     return n
 
 
-def _notes(arrays: list[IntArray], lead: list[int], body: int, n_blocks: int, samples: int) -> tuple[str, ...]:
+def _notes(
+    arrays: list[IntArray], lead: list[int], body: int, n_blocks: int, samples: int, unit: str
+) -> tuple[str, ...]:
     notes = []
     if n_blocks < samples:
         total = sum(array.size for array in arrays)
@@ -292,7 +365,7 @@ def _notes(arrays: list[IntArray], lead: list[int], body: int, n_blocks: int, sa
     with_bos, doubled = sum(n > 0 for n in lead), sum(n > 1 for n in lead)
     if with_bos:
         notes.append(
-            f"{with_bos} documents began with BOS ({doubled} of them doubled); each block has one, at its start"
+            f"{with_bos} documents began with BOS ({doubled} of them doubled); each {unit} has one, at its start"
         )
     return tuple(notes)
 
@@ -331,7 +404,8 @@ def _needed(tokenizer: PreTrainedTokenizerBase | None, documents: Documents) -> 
     return tokenizer
 
 
-def _render(chat: Conversation, name: str, tokenizer: PreTrainedTokenizerBase, answer: bool = False) -> str:
+def render_chat(chat: Conversation, name: str, tokenizer: PreTrainedTokenizerBase, answer: bool = False) -> str:
+    """A conversation as text; with `answer` up to where the assistant's next one begins. `name`: for messages."""
     try:
         return str(tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=answer))
     except Exception as error:  # the template is a program of its own: TemplateError, TypeError, KeyError, ...

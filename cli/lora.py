@@ -111,6 +111,8 @@ def heal(
     """Train an adapter beside a quantized model towards the original; kept only when held-out text says it is better."""
     with messages("; --resume goes on with what is done"):
         from ..pipeline.adapters import heal as heal_beside
+        from ..pipeline.crew import joined
+        from ..pipeline.heal_train import help_training
         from ..pipeline.recipe import parse_values
         from .console import TerminalProgress
 
@@ -120,7 +122,13 @@ def heal(
         pairs = dict(pair.split("=", 1) for pair in set_ or [])
         text = {"data": data, "samples": samples, "length": length}
         options: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "progress": TerminalProgress()}
-        _say(heal_beside(model, output, teacher=teacher, calibration=text, **options, **parse_values(pairs)))
+        with joined() as crew:
+            if crew.rank > 0:
+                crew.follow(help_training)
+                return
+            options |= {"crew": crew, **parse_values(pairs)}
+            written = heal_beside(model, output, teacher=teacher, calibration=text, **options)
+        _say(written)
 
 
 @app.command()

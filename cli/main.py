@@ -408,11 +408,18 @@ def _run_content(
 
 
 def _run(recipe: Any, device: str, overwrite: bool, resume: bool, as_json: bool) -> None:
+    from ..pipeline.crew import joined
+    from ..pipeline.heal_train import help_training
     from ..pipeline.run import run as run_recipe
     from .console import TerminalProgress
     from .tables import print_run, run_facts
 
-    finished = run_recipe(recipe, device=device, overwrite=overwrite, resume=resume, progress=TerminalProgress())
+    with joined() as crew:
+        if crew.rank > 0:  # a launcher started several: the first one does all but training
+            crew.follow(help_training)
+            return
+        options: dict[str, Any] = {"device": device, "overwrite": overwrite, "resume": resume, "crew": crew}
+        finished = run_recipe(recipe, progress=TerminalProgress(), **options)
     if as_json:
         print(json.dumps(run_facts(finished), indent=1))
     else:

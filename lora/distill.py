@@ -31,10 +31,12 @@ def forward_kl(logits: Tensor, ids: Tensor, log_p: Tensor) -> Tensor:
     return (p * (log_p - log_q)).sum(-1) + rest_p * (rest_p / rest_q).log()
 
 
-def next_token(logits: Tensor, ids: Tensor) -> Tensor:
-    """Mean negative log-likelihood of ids [B, T] after their first under logits [B, T, vocabulary]."""
-    flat = logits[:, :-1].float().flatten(0, 1)
-    return torch.nn.functional.cross_entropy(flat, ids[:, 1:].flatten())
+def next_token(logits: Tensor, ids: Tensor, predicted: Tensor) -> Tensor:
+    """Mean negative log-likelihood of those of ids [1, T] that are `predicted` [T] (bool, never the first one), under
+    logits [1, T, vocabulary]; zero where none are."""
+    targets = torch.where(predicted[1:], ids[0, 1:], -100)
+    total = torch.nn.functional.cross_entropy(logits[0, :-1].float(), targets, reduction="sum")
+    return total / predicted[1:].sum().clamp_min(1)
 
 
 def rate_at(step: int, steps: int, warmup: float) -> float:

@@ -79,6 +79,9 @@ class HealSettings(_Strict):
     next_token: float | None = Field(
         None, ge=0, description="lora, full: weight of the text's own next tokens in the loss; default 0"
     )
+    loss_on: Literal["all", "answers"] | None = Field(
+        None, description="lora, full: tokens whose prediction counts: all, or of chats the assistant's; default all"
+    )
     checkpoint: int | None = Field(
         None, ge=1, description="lora, full: steps between checkpoints and points of the curve; default 25"
     )
@@ -110,6 +113,11 @@ class HealSettings(_Strict):
         given = getattr(self, key)
         return _DEFAULTS[self.method][key] if given is None else given
 
+    @property
+    def on_answers(self) -> bool:
+        """Whether it has to be known which tokens the assistant wrote."""
+        return self.loss_on == "answers"
+
     def held(self, windows: int) -> int:
         """How many of so many sequences, the last ones, are held out."""
         return max(FEWEST_HELD, round(self.held_out * windows))
@@ -118,7 +126,7 @@ class HealSettings(_Strict):
 FEWEST_HELD = 5  # below, there is no interval
 _OF_METHOD: dict[tuple[Method, ...], tuple[str, ...]] = {
     ("blocks",): ("parts", "epochs"),
-    ("lora", "full"): ("tokens", "batch", "warmup", "top_k", "next_token", "checkpoint", "recompute"),
+    ("lora", "full"): ("tokens", "batch", "warmup", "top_k", "next_token", "loss_on", "checkpoint", "recompute"),
     ("lora",): ("r", "alpha", "targets"),
 }
 _WHOLE: dict[str, Any] = {
@@ -127,6 +135,7 @@ _WHOLE: dict[str, Any] = {
     "warmup": 0.05,
     "top_k": 64,
     "next_token": 0.0,
+    "loss_on": "all",
     "checkpoint": 25,
     "recompute": False,
 }

@@ -22,36 +22,59 @@ class TrainOptions:
     """How to train. A group's own rate is multiplied by the schedule."""
 
     steps: int
-    batch: int  # sequences per step; their gradients are added up one by one
+    batch: int  # sequences per step, of all processes; their gradients are added up one by one
     warmup: float
     checkpoint: int  # steps between checkpoints
     seed: int
     nothing: float = 0.0  # a start whose held-out loss is below this is left as it is
 
 
+@dataclass(frozen=True)
+class Team:
+    """Which of how many processes this is, that train together; `add` replaces tensors by their sums over all."""
+
+    rank: int = 0
+    size: int = 1
+    add: Callable[[Sequence[Tensor]], None] = lambda tensors: None
+
+
 def train(
     loss: Callable[[int], Tensor],
     groups: Sequence[dict[str, Any]],
-    held_out: Callable[[], float],
+    held_out: Callable[[int], Tensor],
+    weights: Sequence[float],
     sequences: int,
     options: TrainOptions,
     *,
     start: dict[str, Any] | None,
     save: Callable[[dict[str, Any]], None],
     track: Callable[[Iterator[int], int], Iterator[int]],
+    team: Team | None = None,
 ) -> list[dict[str, float]]:
-    """Minimize the mean of `loss(sequence)`; the parameters are left as trained. Returns the curve.
+    """Minimize the mean of `loss(sequence)` over the first `sequences`; the parameters are left as trained. Returns the
+    curve, which beside the loss says the mean of `held_out` over the others.
 
-    `start`: what `save` was given last, or None. `held_out`: what the curve says beside the loss. Raises SutureError when
-    the loss is not finite.
+    `weights`: how many of its tokens a sequence's value is the mean of; means are over tokens. `start`: what `save` was
+    given last, or None; process 0 alone saves. Raises SutureError when the loss is not finite.
     """
+    team = team or Team()
     parameters: list[Tensor] = [p for group in groups for p in group["params"]]
     adam = torch.optim.Adam(list(groups), betas=(0.9, 0.95), eps=1e-10)
     rates = [group["lr"] for group in adam.param_groups]
     curve: list[dict[str, float]] = []
     done, since = 0, []
+
+    def held() -> float:
+        """Of the sequences that this process takes, summed over all."""
+        rest = range(sequences, len(weights))
+        with torch.no_grad():
+            values = [float(held_out(s)) * weights[s] for s in rest[team.rank :: team.size]]
+        total = torch.tensor([sum(values)], dtype=torch.float64)
+        team.add([total])
+        return float(total) / sum(weights[s] for s in rest)
+
     if start is None:
-        curve.append({"step": 0, "held_out_kl": held_out()})
+        curve.append({"step": 0, "held_out_kl": held()})
         if curve[0]["held_out_kl"] < options.nothing:
             return curve
     else:
@@ -65,29 +88,37 @@ def train(
         for group, rate in zip(adam.param_groups, rates, strict=True):
             group["lr"] = rate * rate_at(step, options.steps, options.warmup)
         adam.zero_grad(set_to_none=True)
-        total = 0.0
-        for _ in range(options.batch):
+        chosen = [next(order) for _ in range(options.batch)]
+        tokens = sum(weights[s] for s in chosen)
+        total = torch.zeros(1)
+        for sequence in chosen[team.rank :: team.size]:
             with torch.enable_grad():
-                part = loss(next(order)) / options.batch
+                part = loss(sequence) * (weights[sequence] / tokens)
                 part.backward()
-            total += float(part.detach())
-        if not total < float("inf"):
+            total += part.detach().cpu()
+        for parameter in parameters:
+            if parameter.grad is None:  # of an expert that no token went to
+                parameter.grad = torch.zeros_like(parameter)
+        total = total.to(parameters[0].device)
+        team.add([total, *(p.grad for p in parameters if p.grad is not None)])
+        if not float(total) < float("inf"):
             raise SutureError(
-                f"training: the loss is {total} at step {step + 1} of {options.steps}", "use a lower rate"
+                f"training: the loss is {float(total)} at step {step + 1} of {options.steps}", "use a lower rate"
             )
         adam.step()
-        since.append(total)
+        since.append(float(total))
         if (step + 1) % options.checkpoint == 0 or step + 1 == options.steps:
-            curve.append({"step": step + 1, "loss": sum(since) / len(since), "held_out_kl": held_out()})
+            curve.append({"step": step + 1, "loss": sum(since) / len(since), "held_out_kl": held()})
             since.clear()
-            save(
-                {
-                    "step": step + 1,
-                    "parameters": [parameter.detach().cpu() for parameter in parameters],
-                    "adam": adam.state_dict(),
-                    "curve": curve,
-                }
-            )
+            if team.rank == 0:
+                save(
+                    {
+                        "step": step + 1,
+                        "parameters": [parameter.detach().cpu() for parameter in parameters],
+                        "adam": adam.state_dict(),
+                        "curve": curve,
+                    }
+                )
     return curve
 
 

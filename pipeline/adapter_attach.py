@@ -166,7 +166,8 @@ class _Errors:
         limit = getattr(skeleton.hf_config, "max_position_embeddings", None)
         text = text_model(self.checkpoint, rows, limit)
         blocks = calibration_text(CalibrationSettings.model_validate(dict(calibration)), text).blocks
-        stream = Stream.start(skeleton, list(torch.from_numpy(blocks.ids).split(max(1, 2048 // blocks.ids.shape[1]))))
+        ids, positions = blocks.batches(max(1, 2048 // blocks.ids.shape[1]))
+        stream = Stream.start(skeleton, ids, positions=positions)
         wanted = {linear.module for linear in chosen}
         found: dict[str, Tensor] = {}
         for index in progress.track(range(skeleton.n_blocks), skeleton.n_blocks, "inputs"):

@@ -22,7 +22,9 @@ from ..checkpoint.staging import check_output, open_staging
 from ..lora.compose import Form, base_metadata, compose
 from ..lora.settings import HealSettings
 from .adapter_files import Written, commit_adapter, open_dense, runtime_path
-from .heal_whole import Desk, costs_of, hook_factors, linears_of, same_vocabulary, train_whole
+from .crew import ALONE, Crew
+from .heal_train import hook_factors
+from .heal_whole import Desk, costs_of, linears_of, same_vocabulary, train_whole
 from .judge import judge, split, why_not
 from .progress import Progress, Silent
 from .recipe import CalibrationSettings, make_settings
@@ -40,6 +42,7 @@ def heal(
     overwrite: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
+    crew: Crew = ALONE,
     **settings: Any,
 ) -> Written:
     """Train a LoRA for `model`, which may be quantized, towards `teacher`, which it was made from.
@@ -59,8 +62,8 @@ def heal(
     limit = getattr(source.hf_config, "max_position_embeddings", None)
     text = text_model(original, source.source.shapes[source.layout.embedding][0], limit)
     told = make_settings(CalibrationSettings, calibration, "calibration")
-    blocks = calibration_text(told, text).blocks
-    parts = split(blocks, chosen.held(len(blocks.ids)), "heal")
+    blocks = calibration_text(told, text, chosen.on_answers).blocks
+    parts = split(blocks, chosen, "heal")
     recipe = {"command": "lora heal", **chosen.model_dump(), "calibration": told.model_dump()}
     begun = {
         "suture": __version__,
@@ -72,12 +75,12 @@ def heal(
     }
     progress.say(costs_of(student.source, student.layout, linears, 0, chosen).note)
     with open_staging(output, begun, overwrite, resume) as staging:
-        desk = Desk(staging, "heal", "heal", progress, _BUDGET)
+        desk = Desk(staging, "heal", "heal", progress, _BUDGET, checkpoint.path, crew)
         trained = train_whole(student, source, parts, chosen, linears, (), desk)
         scale = chosen.value("alpha") / chosen.value("r")
         healed = open_dense(model)[1]
         hook_factors(healed, {module: (f.A, f.B) for module, f in trained.factors.items()}, scale)
-        verdict = judge(source, student, healed, parts.held, progress.track, _BUDGET).describe()
+        verdict = judge(source, student, healed, parts, progress.track, _BUDGET).describe()
         if not verdict["better"]:
             staging.discard()
             raise SutureError(f"heal: {why_not(verdict)}", "no adapter was written: use the model as it is")

@@ -181,7 +181,10 @@ def _measure_block(
 ) -> dict[str, dict[str, float]]:
     stream = streams[CALIBRATION]
     some = max(1, _TOKENS // stream.ids[0].numel())
-    inputs = [hidden.clone() for hidden in stream.hidden[:some]]
+    inputs = [
+        (hidden.clone(), positions)
+        for hidden, positions in zip(stream.hidden[:some], stream.positions[:some], strict=True)
+    ]
     moments = [
         SecondMoment.zeros(unit.linears[0].in_features, getattr(torch, settings.hessian), skeleton.device)
         for unit in units
@@ -206,7 +209,7 @@ def _error_at(
     hessian: Tensor,
     bits: int,
     settings: AllocateSettings,
-    inputs: list[Tensor],
+    inputs: list[tuple[Tensor, Tensor | None]],
     outputs: list[Tensor],
 ) -> float:
     """Relative error of the block's outputs with this unit alone at `bits`."""
@@ -220,8 +223,8 @@ def _error_at(
         for parameter, part in zip(parameters, parts, strict=True):
             parameter.data = part.dequantize().to(parameter.dtype)
         errors = [
-            float(relative_error(skeleton.run_block(index, hidden.to(skeleton.device)).cpu(), out))
-            for hidden, out in zip(inputs, outputs, strict=True)
+            float(relative_error(skeleton.run_block(index, hidden.to(skeleton.device), positions).cpu(), out))
+            for (hidden, positions), out in zip(inputs, outputs, strict=True)
         ]
     finally:
         for parameter, original in zip(parameters, originals, strict=True):

@@ -91,7 +91,7 @@ def rehearsal(plan: HealPlan, settings: HealSettings) -> tuple[str, HealSettings
 
 def check_text(settings: HealSettings, text: TokenBlocks) -> None:
     """Raises SutureError when the text cannot be divided."""
-    split(text, settings.held(len(text.ids)), "heal")
+    split(text, settings, "heal")
 
 
 def run(work: StepRun, plan: HealPlan, settings: HealSettings) -> StepResult:
@@ -102,12 +102,12 @@ def run(work: StepRun, plan: HealPlan, settings: HealSettings) -> StepResult:
         same_vocabulary(open_skeleton(work.original), open_skeleton(work.checkpoint))
     if work.text is None:
         return copy_blocks(work, plan, plan.layout)
-    parts = split(work.text, settings.held(len(work.text.ids)), "heal")
+    parts = split(work.text, settings, "heal")
     for note in plan.notes:
         work.progress.say(note)
     heal = heal_blocks if settings.method == "blocks" else heal_whole
     result = heal(work, plan, settings, parts)
-    verdict = _verdict(work, plan, parts.held)
+    verdict = _verdict(work, plan, parts)
     receipt = {"compared_with": "the original", "text": parts.describe(), "held_out": verdict, **result.receipt}
     if verdict["better"]:
         return replace(result, receipt=receipt | {"kept": "healed"})
@@ -125,7 +125,7 @@ def heal_whole(work: StepRun, plan: HealPlan, settings: HealSettings, parts: Spl
     original = open_skeleton(work.original, device=work.device)
     student = open_skeleton(work.checkpoint, device=work.device)
     names = [name for block in plan.trained for name in block]
-    desk = Desk(work.staging, work.key, work.label, work.progress, work.budget)
+    desk = Desk(work.staging, work.key, work.label, work.progress, work.budget, work.checkpoint.path, work.crew)
     trained = train_whole(student, original, parts, settings, plan.linears, names, desk)
 
     def convert(before: Skeleton, index: int, stream: Stream | None) -> tuple[Mapping[str, Tensor], dict[str, Any]]:
@@ -142,7 +142,7 @@ def heal_whole(work: StepRun, plan: HealPlan, settings: HealSettings, parts: Spl
     return replace(result, receipt={**receipt, **result.receipt})
 
 
-def _verdict(work: StepRun, plan: HealPlan, held: Any) -> dict[str, Any]:
+def _verdict(work: StepRun, plan: HealPlan, parts: Split) -> dict[str, Any]:
     """Found once, and journalled before anything is replaced for it."""
     entry = work.staging.find(step=work.key, unit="judged")
     if entry is None:
@@ -151,7 +151,7 @@ def _verdict(work: StepRun, plan: HealPlan, held: Any) -> dict[str, Any]:
         original, before, healed = (
             open_skeleton(source, device=work.device) for source in (work.original, work.checkpoint, written)
         )
-        found: Verdict = judge(original, before, healed, held, work.progress.track, work.budget)
+        found: Verdict = judge(original, before, healed, parts, work.progress.track, work.budget)
         entry = {"step": work.key, "unit": "judged", "verdict": found.describe()}
         work.staging.record(entry)
     return entry["verdict"]

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from ..calibrate.replay import Stream, run_block
+from ..calibrate.replay import Stream, Window, run_block
 from ..calibrate.skeleton import Skeleton
 from ..lora.settings import HealSettings
 from ..quant.scheme import STORAGE
@@ -36,17 +36,17 @@ def heal_blocks(work: StepRun, plan: HealPlan, settings: HealSettings, parts: Sp
         places = after.layout.block_tensors(index)
         dtypes = {name: STORAGE[after.source.dtypes[places[prefix + name].tensor]] for name in names}
 
-        def forward(changed: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
-            return after.block_forward(index, hidden.to(after.device), changed)
+        def forward(changed: Mapping[str, Tensor], window: Window) -> Tensor:
+            return after.block_forward(index, window[0].to(after.device), changed, window[1])
 
-        inputs, targets = ([w for batch in stream.hidden for w in batch.split(1)] for stream in (student, teacher))
+        targets = [hidden for hidden, _ in teacher.windows()]
         fitted = heal_block(
             forward,
             weights,
             dtypes,
-            inputs,
+            student.windows(),
             [factor * target.to(after.device) for target in targets] if factor != 1 else targets,
-            len(parts.held),
+            parts.n_held,
             HealOptions(settings.value("epochs"), settings.value("rate"), settings.seed + index),
         )
         for name, tensor in fitted.state.items():

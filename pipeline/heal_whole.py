@@ -7,7 +7,7 @@ student, which is as a whole, is trained.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -15,27 +15,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor
 
-from ..calibrate.replay import Stream, release_memory, run_block
+from ..calibrate.replay import Stream, run_block
 from ..calibrate.skeleton import Skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
 from ..checkpoint.source import TensorSource
 from ..checkpoint.staging import Staging, write_whole
-from ..lora.attach import draw
 from ..lora.compose import Factors
-from ..lora.distill import forward_kl, next_token, top_k
+from ..lora.distill import top_k
 from ..lora.settings import HealSettings
-from ..lora.train import TrainOptions, train
 from ..quant.block import weight_of
 from ..quant.targets import select
+from .crew import ALONE, Crew
+from .heal_train import Job, Trained, options_of, train_job
 from .judge import Split
 from .progress import Progress
 
 STATE_BYTES = 16  # per trained parameter: weight, gradient and Adam's two moments in float32
-_NOTHING = 1e-7  # nats per token: a divergence that float32 sums leave between equal models
 
 
 @dataclass(frozen=True)
@@ -47,20 +45,11 @@ class Desk:
     label: str
     progress: Progress
     budget: int  # bytes of hidden states kept in memory
+    student: Path  # the directory of what is trained
+    crew: Crew = ALONE
 
     def file(self, name: str) -> Path:
         return self.staging.work / f"{self.key}-{name}"
-
-
-@dataclass(frozen=True)
-class Trained:
-    """What training left: factors by layer (lora), or parameters by module name (full)."""
-
-    factors: dict[str, Factors]  # by the linear layer's module
-    weights: dict[str, Tensor]
-    curve: list[dict[str, float]]
-    steps: int
-    tokens: int
 
 
 def linears_of(layout: ModelLayout, settings: HealSettings) -> tuple[Linear, ...]:
@@ -122,11 +111,6 @@ def same_vocabulary(teacher: Skeleton, student: Skeleton) -> None:
         )
 
 
-def steps_of(settings: HealSettings, length: int) -> int:
-    """As many as the budget of tokens has room for, at least one."""
-    return max(1, settings.value("tokens") // (settings.value("batch") * length))
-
-
 def train_whole(
     student: Skeleton,
     teacher: Skeleton,
@@ -137,145 +121,58 @@ def train_whole(
     desk: Desk,
 ) -> Trained:
     """Train factors for `linears`, or the parameters `names`; both models have one vocabulary."""
-    ids = torch.from_numpy(np.concatenate([parts.train, parts.held]))
-    n, length = len(parts.train), ids.shape[1]
-    targets = _teacher_targets(teacher, ids, settings.value("top_k"), desk)
-    for index in range(student.n_blocks):
-        student.load_block(index)
-    student.load_head()
-    embedded = Stream.start(student, ids.split(1), desk.budget, desk.file("embedded.bin"))
-    factors = new_factors(student, settings, linears) if settings.method == "lora" else {}
-    groups = _groups(student, settings, factors, names)
-    handles = hook_factors(student, factors, settings.value("alpha") / settings.value("r") if factors else 0.0)
-    keep = torch.arange(length)
-
-    def logits(sequence: int) -> Tensor:
-        hidden = embedded.hidden[sequence].to(student.device)
-        for index in range(student.n_blocks):
-            if settings.value("recompute") and torch.is_grad_enabled():
-                hidden = checkpoint(student.block_forward, index, hidden, use_reentrant=False)
-            else:
-                hidden = student.block_forward(index, hidden)
-        return student.head_forward(hidden, keep)
-
-    def divergence(sequence: int, found: Tensor) -> Tensor:
-        of_teacher = (torch.from_numpy(np.array(part[sequence])).to(student.device) for part in targets)
-        return forward_kl(found[0], *of_teacher).mean()
-
-    weight = settings.value("next_token")
-
-    def loss(sequence: int) -> Tensor:
-        found = logits(sequence)
-        total = divergence(sequence, found)
-        if weight:
-            total = total + weight * next_token(found, ids[sequence : sequence + 1].to(student.device))
-        return total
-
-    def held_out() -> float:
-        with torch.no_grad():
-            return sum(float(divergence(s, logits(s))) for s in range(n, len(ids))) / (len(ids) - n)
-
-    options = TrainOptions(
-        steps=steps_of(settings, length),
-        batch=settings.value("batch"),
-        warmup=settings.value("warmup"),
-        checkpoint=settings.value("checkpoint"),
-        seed=settings.seed,
-        nothing=_NOTHING,
+    if desk.crew.size > settings.value("batch"):
+        raise SutureError(
+            f"heal: batch: {settings.value('batch')} sequences per step are fewer than {desk.crew.size} processes",
+            "start fewer processes, or raise batch",
+        )
+    job = Job(
+        student=desk.student,
+        device=student.device.type,
+        parts=parts,
+        settings=settings,
+        linears=tuple(linears),
+        names=tuple(names),
+        teacher=_teacher_targets(teacher, parts, settings.value("top_k"), desk),
+        saved=desk.file("training.pt"),
     )
+    steps = options_of(settings, parts.text.ids.shape[1]).steps
 
     def save(state: dict[str, Any]) -> None:
         buffer = io.BytesIO()
         torch.save(state, buffer)
-        write_whole(desk.file("training.pt"), buffer.getvalue())
+        write_whole(job.saved, buffer.getvalue())
         point = state["curve"][-1]
         desk.progress.say(
-            f"{desk.label}: step {point['step']} of {options.steps}, loss {point['loss']:.4f}, "
+            f"{desk.label}: step {point['step']} of {steps}, loss {point['loss']:.4f}, "
             f"held-out divergence {point['held_out_kl']:.4f}"
         )
 
-    def track(steps: Iterator[int], total: int) -> Iterator[int]:
-        return desk.progress.track(steps, total, f"{desk.label}: train")
-
-    saved = desk.file("training.pt")
-    start = torch.load(saved, weights_only=True) if saved.exists() else None
-    curve = train(loss, groups, held_out, n, options, start=start, save=save, track=track)
-    for handle in handles:
-        handle.remove()
-    done = int(curve[-1]["step"])
-    trained = Trained(
-        {module: Factors(A.detach().cpu(), B.detach().cpu()) for module, (A, B) in factors.items()},
-        {name: student.model.get_parameter(name).detach().cpu() for name in names} if not factors else {},
-        curve,
-        done,
-        done * options.batch * length,
+    desk.crew.share(job)
+    return train_job(
+        job, student, desk.crew, save, lambda i, total: desk.progress.track(i, total, f"{desk.label}: train")
     )
-    for index in range(student.n_blocks):
-        student.free_block(index)
-    student.free_head()
-    release_memory()
-    return trained
-
-
-def new_factors(student: Skeleton, settings: HealSettings, linears: Sequence[Linear]) -> dict[str, list[Tensor]]:
-    """Module -> A [r, in], B [out, r], to be trained; B is zero."""
-    generator, r = torch.Generator().manual_seed(settings.seed), settings.value("r")
-    drawn = {x.module: draw("default", x.out_features, x.in_features, r, generator) for x in linears}
-    return {
-        module: [part.to(student.device).requires_grad_() for part in (pair.A, pair.B)]
-        for module, pair in drawn.items()
-    }
-
-
-def _groups(
-    student: Skeleton, settings: HealSettings, factors: Mapping[str, Sequence[Tensor]], names: Sequence[str]
-) -> list[dict[str, Any]]:
-    """Adam's groups: the factors at one rate, or each parameter of `names` at a rate relative to its size."""
-    if factors:
-        return [{"params": [part for pair in factors.values() for part in pair], "lr": settings.value("rate")}]
-    groups = []
-    for name in names:
-        parameter = student.model.get_parameter(name).requires_grad_()
-        size = float(parameter.detach().pow(2).mean().sqrt())
-        groups.append({"params": [parameter], "lr": settings.value("rate") * size})
-    return groups
-
-
-def hook_factors(skeleton: Skeleton, factors: Mapping[str, Sequence[Tensor]], scale: float) -> list[Any]:
-    """Let layers (module name -> A [r, in], B [out, r]) add scale B A x to what they put out; handles to undo it."""
-    return [
-        skeleton.model.get_submodule(module).register_forward_hook(_adding(A, B, scale))
-        for module, (A, B) in factors.items()
-    ]
-
-
-def _adding(A: Tensor, B: Tensor, scale: float) -> Any:
-    """A hook: out + scale x Aᵀ Bᵀ."""
-
-    def add(module: nn.Module, inputs: tuple[Any, ...], out: Tensor) -> Tensor:
-        return out + scale * ((inputs[0] @ A.T) @ B.T)
-
-    return add
 
 
 @torch.no_grad()
-def _teacher_targets(teacher: Skeleton, ids: Tensor, k: int, desk: Desk) -> tuple[Any, Any]:
-    """Token ids (int32) and log-probabilities (float32) of the teacher's k likeliest, each [N, T, k], in files."""
+def _teacher_targets(teacher: Skeleton, parts: Split, k: int, desk: Desk) -> tuple[Path, Path]:
+    """Files of token ids (int32) and log-probabilities (float32) of the teacher's k likeliest, each [N, T, k]."""
     k = min(k, teacher.source.shapes[teacher.layout.head or teacher.layout.embedding][0])
-    files = [desk.file(f"teacher-{name}.npy") for name in ("ids", "log-p")]
+    files = desk.file("teacher-ids.npy"), desk.file("teacher-log-p.npy")
     if desk.staging.find(step=desk.key, unit="teacher") is None:
-        stream = Stream.start(teacher, ids.split(2), desk.budget, desk.file("teacher-hidden.bin"))
+        ids, positions = parts.text.batches(2)
+        stream = Stream.start(teacher, ids, desk.budget, desk.file("teacher-hidden.bin"), positions)
         for index in desk.progress.track(range(teacher.n_blocks), teacher.n_blocks, f"{desk.label}: teacher"):
             teacher.load_block(index)
             run_block(teacher, index, stream)
             teacher.free_block(index)
         teacher.load_head()
-        shape = (*ids.shape, k)
+        shape = (*parts.text.ids.shape, k)
         arrays = [
             np.lib.format.open_memmap(file, mode="w+", dtype=dtype, shape=shape)
             for file, dtype in zip(files, (np.int32, np.float32), strict=True)
         ]
-        keep, at = torch.arange(ids.shape[1]), 0
+        keep, at = torch.arange(shape[1]), 0
         for hidden in stream.hidden:
             for row in hidden.split(1):
                 found = top_k(teacher.logits(row.to(teacher.device), keep)[0], k)
@@ -286,7 +183,7 @@ def _teacher_targets(teacher: Skeleton, ids: Tensor, k: int, desk: Desk) -> tupl
         for array in arrays:
             array.flush()
         desk.staging.record({"step": desk.key, "unit": "teacher"})
-    return tuple(np.load(file, mmap_mode="r") for file in files)  # type: ignore[return-value]
+    return files
 
 
 def merged_weight(before: Skeleton, linear: Linear, factors: Factors, scale: float) -> Tensor:

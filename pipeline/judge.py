@@ -14,39 +14,83 @@ from ..calibrate.skeleton import Skeleton
 from ..calibrate.tokens import TokenBlocks
 from ..checkpoint.errors import SutureError
 from ..checkpoint.writer import ShardWriter
+from ..lora.settings import HealSettings
 from ..report.clusters import cluster_mean, paired
 from ..report.score import compare_tokens
 from ..report.windows import Windows, rolling_windows
 from .step import StepRun
 
 IntArray = npt.NDArray[np.int64]
+BoolArray = npt.NDArray[np.bool_]
 Track = Callable[..., Iterator[Any]]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Split:
-    """Sequences to train on and, the last ones, to judge by."""
+    """Sequences to train on and, the last `n_held` ones, to judge by."""
 
-    train: IntArray  # [n, length]
-    held: IntArray  # [m, length]
+    text: TokenBlocks
+    n_held: int
+    on_answers: bool = False  # only the predictions of the assistant's tokens count
+    left_out: int = 0  # sequences without any such token
+
+    @property
+    def train(self) -> IntArray:
+        """[n, length]"""
+        return self.text.ids[: -self.n_held]
+
+    @property
+    def held(self) -> IntArray:
+        """[m, length]"""
+        return self.text.ids[-self.n_held :]
+
+    @property
+    def predicted(self) -> BoolArray:
+        """[n + m, length]: tokens that the one before, in the same piece, predicts, and whose prediction counts."""
+        inside = np.ones(self.text.ids.shape, dtype=np.bool_)
+        inside[:, 0] = False
+        if self.text.segments is not None:
+            inside[:, 1:] = np.diff(self.text.segments, axis=1) == 0
+        if not self.on_answers:
+            return inside
+        assert self.text.answers is not None
+        return inside & self.text.answers
+
+    @property
+    def counted(self) -> BoolArray:
+        """[n + m, length]: positions whose prediction is to be the original's; all of them, or those before answers."""
+        if not self.on_answers:
+            return np.ones(self.text.ids.shape, dtype=np.bool_)
+        return np.roll(self.predicted, -1, axis=1)  # a first token is never predicted
 
     def describe(self) -> dict[str, Any]:
-        return {
+        found: dict[str, Any] = {
             "train": {"sequences": len(self.train), "sha256": _digest(self.train)},
             "held_out": {"sequences": len(self.held), "sha256": _digest(self.held)},
         }
+        if self.on_answers:
+            tokens = self.predicted.sum(1)
+            found["train"]["tokens_of_answers"] = int(tokens[: -self.n_held].sum())
+            found["held_out"]["tokens_of_answers"] = int(tokens[-self.n_held :].sum())
+            found["sequences_without_answers"] = self.left_out
+        return found
 
 
-def split(text: TokenBlocks, held: int, what: str) -> Split:
+def split(text: TokenBlocks, settings: HealSettings, what: str) -> Split:
     """Raises SutureError when nothing is left to train on, or a sequence to judge by is one to train on."""
-    ids = text.ids
+    left_out = 0
+    if settings.on_answers:
+        kept = Split(text, 1, on_answers=True).predicted.sum(1) > 0
+        left_out = int((~kept).sum())
+        text = text.only(kept)
+    ids, held = text.ids, settings.held(len(text.ids))
     if held >= len(ids):
         raise SutureError(
-            f"{what}: {len(ids)} calibration sequences, of which {held} are held out to judge the result, leave none to "
-            "train on",
+            f"{what}: {len(ids)} calibration sequences{' with answers' if settings.on_answers else ''}, of which {held} are "
+            "held out to judge the result, leave none to train on",
             "give more samples",
         )
-    found = Split(ids[:-held], ids[-held:])
+    found = Split(text, held, settings.on_answers, left_out)
     known = {row.tobytes() for row in found.train}
     twice = sum(row.tobytes() in known for row in found.held)
     if twice:
@@ -61,9 +105,19 @@ def _digest(ids: IntArray) -> str:
     return hashlib.sha256(f"{ids.shape}".encode() + ids.astype("<i8").tobytes()).hexdigest()
 
 
-def windows_of(ids: IntArray) -> Windows:
-    """Each sequence as a document of its own, scored from its second token."""
-    return rolling_windows(list(ids), window=ids.shape[1], stride=max(1, ids.shape[1] // 2))
+def windows_of(parts: Split) -> tuple[Windows, BoolArray]:
+    """Each sequence held out, or isolated piece of one, as a document scored from its second token; and which of the
+    scores count."""
+    held, length = parts.held, parts.held.shape[1]
+    counts = parts.predicted[-parts.n_held :]
+    documents, marks = list(held), list(counts)
+    if parts.text.segments is not None:
+        cuts = [np.flatnonzero(np.diff(row)) + 1 for row in parts.text.segments[-parts.n_held :]]
+        documents = [piece for row, cut in zip(held, cuts, strict=True) for piece in np.split(row, cut)]
+        marks = [piece for row, cut in zip(counts, cuts, strict=True) for piece in np.split(row, cut)]
+    windows = rolling_windows(documents, window=length, stride=max(1, length // 2))
+    scored = [bool(marks[d][t]) for d, t in zip(windows.document, windows.token, strict=True)]
+    return windows, np.array(scored, dtype=np.bool_)
 
 
 @dataclass(frozen=True)
@@ -93,14 +147,21 @@ class Verdict:
         }
 
 
-def judge(original: Skeleton, before: Skeleton, healed: Skeleton, ids: IntArray, track: Track, budget: int) -> Verdict:
+def judge(original: Skeleton, before: Skeleton, healed: Skeleton, parts: Split, track: Track, budget: int) -> Verdict:
     """Better: the divergence from the original is lower, the whole interval, and the perplexity is not surely higher."""
-    windows = windows_of(ids)
-    old = compare_tokens(original, before, windows, track, "judge: before", budget)
-    new = compare_tokens(original, healed, windows, track, "judge: healed", budget)
+    windows, counts = windows_of(parts)
+    old = compare_tokens(original, before, windows, track, "judge: before", budget)[counts]
+    new = compare_tokens(original, healed, windows, track, "judge: healed", budget)[counts]
+    of_document = windows.document[counts]
+    order, (_, sizes) = np.argsort(of_document, kind="stable"), np.unique(of_document, return_counts=True)
+
+    def by_document(values: npt.NDArray[Any]) -> list[npt.NDArray[np.float64]]:
+        return np.split(values.astype(np.float64)[order], np.cumsum(sizes)[:-1])
+
+    cluster = "sequence" if parts.text.segments is None else "piece"
     difference = new["kl"].astype(np.float64) - old["kl"].astype(np.float64)
-    kl = cluster_mean(windows.by_document(difference), cluster="sequence")
-    nll = paired(*(windows.by_document(rows["nll_candidate"]) for rows in (old, new)), cluster="sequence")
+    kl = cluster_mean(by_document(difference), cluster=cluster)
+    nll = paired(*(by_document(rows["nll_candidate"]) for rows in (old, new)), cluster=cluster)
     assert kl.low is not None and kl.high is not None, "there are enough sequences for an interval"
     assert nll.log.low is not None and nll.log.high is not None
     return Verdict(

@@ -148,14 +148,15 @@ def settle(work: StepRun, plan: LayersPlan, settings: LayersSettings) -> LayersS
         return None
     assert work.text is not None
     skeleton = open_skeleton(work.checkpoint, device=work.device)
-    ids = torch.from_numpy(work.text.ids).split(work.batch)
-    stream = Stream.start(skeleton, ids, work.budget, work.staging.work / f"{work.key}-influence.bin")
+    ids, positions = work.text.batches(work.batch)
+    spill = work.staging.work / f"{work.key}-influence.bin"
+    stream = Stream.start(skeleton, ids, work.budget, spill, positions)
     scores: list[float] = []
     for index in work.progress.track(range(skeleton.n_blocks), skeleton.n_blocks, f"{work.label}: influence"):
         skeleton.load_block(index)
         total, tokens = 0.0, 0
         for batch, hidden in enumerate(stream.hidden):
-            out = skeleton.run_block(index, hidden.to(skeleton.device))
+            out = stream.through(skeleton, index, batch)
             part, count = influence_sum(hidden, out.cpu())
             total, tokens = total + part, tokens + count
             stream.replace(batch, out)

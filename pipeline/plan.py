@@ -118,7 +118,10 @@ def make_plan(
     )  # before the text is read: what names and shapes refuse comes first
     max_positions = getattr(skeleton.hf_config, "max_position_embeddings", None)
     text = text_model(checkpoint, skeleton.source.shapes[skeleton.layout.embedding][0], max_positions)
-    calibration = calibration_text(recipe.calibration, text) if recipe.calibration and needy else None
+    calibration = None
+    if recipe.calibration and needy:
+        answers = any(step.kind.on_answers(step.settings) for step in steps)
+        calibration = calibration_text(recipe.calibration, text, answers)
     if calibration and any(step.kind.decide for step in steps):
         steps = plan_steps(recipe, checkpoint, resolved, calibration)
     evaluations = tuple(evaluation_text(one, text) for one in recipe.report.all_sets()) if recipe.report else ()
@@ -263,6 +266,12 @@ def _warnings(
         warnings.append("calibration: no step of this recipe uses it")
     if calibration is not None:
         warnings += calibration.blocks.notes
+        training = [step.name for step in steps if step.kind.check_text is not None]
+        if training and calibration.blocks.n_joined:
+            warnings.append(
+                f"{training[0]}: trains on {calibration.blocks.n_joined} sequences in which pieces of several documents see "
+                "each other; calibration: packing: isolated keeps them apart"
+            )
         widest = max(linear.in_features for linear in skeleton.layout.linears)
         tokens = calibration.blocks.ids.size
         if tokens < widest:

@@ -233,10 +233,10 @@ def _quantize_block(
     if beside is None:
         run_block(original, index, streams[REFERENCE])
     if training:
-        inputs, targets = streams[INPUTS].hidden, streams[REFERENCE].hidden
+        inputs, targets = streams[INPUTS], streams[REFERENCE]
         layers = learned_block(skeleton, index, layers, original, inputs, targets, settings)
-        for batch, hidden in enumerate(inputs):
-            stream.replace(batch, skeleton.run_block(index, hidden.to(skeleton.device)))
+        for batch in range(len(inputs.hidden)):
+            stream.replace(batch, inputs.through(skeleton, index, batch))
     original.free_block(index)
     return layers
 

@@ -43,6 +43,17 @@ class CalibrationSettings(TextSettings):
     order: Literal["shuffled", "sequential"] = Field(
         "shuffled", description="pieces from all documents, or the first tokens of the text as they come"
     )
+    packing: Literal["joined", "isolated"] = Field(
+        "joined",
+        description="pieces of several documents in one sequence see each other; or isolated: none sees another, each "
+        "begins with BOS, and positions start again",
+    )
+
+    @model_validator(mode="after")
+    def _pieces_in_order_are_joined(self) -> CalibrationSettings:
+        if self.packing == "isolated" and self.order == "sequential":
+            raise ValueError("packing: isolated goes with order: shuffled; sequential puts documents end to end")
+        return self
 
 
 class SetSettings(TextSettings):

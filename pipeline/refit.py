@@ -114,7 +114,7 @@ def _advance(before: Skeleton, index: int, teacher: Stream, batch: int) -> Tenso
     layer = before.model.get_submodule(f"{before.layout.block_prefix(index)}{OUT}")
     handle = layer.register_forward_hook(see)
     try:
-        teacher.replace(batch, before.run_block(index, teacher.hidden[batch].to(before.device)))
+        teacher.replace(batch, teacher.through(before, index, batch))
     finally:
         handle.remove()
     return found[0]

@@ -29,6 +29,7 @@ from ..checkpoint.staging import Staging, open_staging, write_whole
 from ..checkpoint.writer import ShardPlan, plan_shards
 from ..quant.decode import DenseView
 from ..report.document import Report
+from .crew import ALONE, Crew
 from .plan import Plan, PlannedStep, make_plan, probe_ids, settled, tokens_after
 from .progress import LOG, Logged, Progress, Silent, default_progress
 from .recipe import Recipe
@@ -68,8 +69,12 @@ def run(
     overwrite: bool = False,
     resume: bool = False,
     progress: Progress | None = None,
+    crew: Crew = ALONE,
 ) -> Run:
-    """Carry out a recipe. Raises SutureError, with nothing under the output's name, when any part of it fails."""
+    """Carry out a recipe. Raises SutureError, with nothing under the output's name, when any part of it fails.
+
+    `crew`: the processes that train together, of which this one is the first.
+    """
     progress = progress or default_progress()
     clock = _Clock()
     with FreshLoader() as loader:
@@ -84,7 +89,7 @@ def run(
             progress.say(f"log: {staging.work / LOG}; suture watch {plan.output} follows it")
             plan = _begin(plan, staging, progress)
             clock.lap("preflight")
-            plan, results = _run_steps(plan, staging, progress)
+            plan, results = _run_steps(plan, staging, progress, crew)
             clock.lap("steps")
             progress.say("verify: reloading with stock transformers")
             verification = _verify(plan, staging, results[-1], loader)
@@ -195,7 +200,7 @@ def _one_block(plan: Plan) -> Checkpoint:
 # -- steps -------------------------------------------------------------------------------------------------------------
 
 
-def _run_steps(plan: Plan, staging: Staging, progress: Progress) -> tuple[Plan, list[StepResult]]:
+def _run_steps(plan: Plan, staging: Staging, progress: Progress, crew: Crew) -> tuple[Plan, list[StepResult]]:
     """The plan, with what data decided, and each step's result."""
     results: list[StepResult] = []
     source = plan.checkpoint
@@ -211,7 +216,8 @@ def _run_steps(plan: Plan, staging: Staging, progress: Progress) -> tuple[Plan, 
             results.append(StepResult(done["modules"], torch.empty(0), done["receipt"]))
             continue
         work = _step_run(plan, staging, key, number, source, plan.checkpoint, step.shards, progress)
-        results.append(step.kind.run(replace(work, directory=directory), step.prepared, step.settings))
+        work = replace(work, directory=directory, crew=crew)
+        results.append(step.kind.run(work, step.prepared, step.settings))
         _write_beside(directory, source, step.prepared)
         if not last:
             result = results[-1]

@@ -17,6 +17,7 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.source import PlannedSource, TensorSource
 from ..checkpoint.staging import Staging
 from ..checkpoint.writer import ShardPlan, TensorSpec
+from .crew import ALONE, Crew
 from .progress import Progress
 
 
@@ -86,6 +87,7 @@ class StepRun:
     verify_blocks: int  # blocks that verification will reload
     progress: Progress
     device: torch.device
+    crew: Crew = ALONE  # the processes that train together
     rounded_later: bool = False  # a step after this one quantizes
 
 
@@ -121,6 +123,7 @@ class StepKind:
     large, and refuse all that can be refused; shapes may only depend on it in the last step."""
     check_text: Callable[[Any, TokenBlocks], None] | None = None
     """For a step that trains: (settings, text) -> refuses text that cannot be divided, before the hours."""
+    on_answers: Callable[[Any], bool] = lambda settings: False  # whether it asks which tokens the assistant wrote
     reads_quantized: bool = False  # it takes a quantized checkpoint, of any format that suture reads
 
 

@@ -80,6 +80,7 @@ STEPS: dict[str, StepKind] = {
         heal.run,
         heal.rehearsal,
         check_text=heal.check_text,
+        on_answers=lambda settings: settings.on_answers,
     ),
     "rtn": StepKind(RTNSettings, "round to nearest", never, True, quantize.prepare, quantize.run, quantize.rehearsal),
     "gptq": StepKind(

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from ..calibrate.answers import answer_masks
 from ..calibrate.documents import DataSpec, Documents, read_documents
 from ..calibrate.overlap import leakage_warnings, ngram_overlap, shared_documents
 from ..calibrate.tokens import (
@@ -61,6 +62,8 @@ class Calibration:
             "tokens_kept": blocks.n_tokens_kept,
             "tokens_dropped": blocks.n_tokens_dropped,
             "tokens_sha256": blocks.sha256,
+            "packing": "joined" if blocks.segments is None else "isolated",
+            "sequences_of_several_documents": blocks.n_joined,
             "notes": list(blocks.notes),
         }
 
@@ -99,8 +102,10 @@ def text_model(checkpoint: Checkpoint, vocabulary: int, max_positions: int | Non
     return TextModel(vocabulary, max_positions, tokenizer, bos_id=prefix_id(tokenizer), family=family)
 
 
-def calibration_text(settings: CalibrationSettings, model: TextModel) -> Calibration:
+def calibration_text(settings: CalibrationSettings, model: TextModel, answers: bool = False) -> Calibration:
+    """`answers`: which tokens the assistant wrote is wanted too. Raises SutureError for text that cannot be read so."""
     documents, ids = _read(settings, model)
+    written = _written(documents, ids, model) if answers else None
     blocks = pack_calibration(
         ids,
         samples=settings.samples,
@@ -109,8 +114,16 @@ def calibration_text(settings: CalibrationSettings, model: TextModel) -> Calibra
         seed=settings.seed,
         order=settings.order,
         max_positions=model.max_positions,
+        isolated=settings.packing == "isolated",
+        answers=written,
     )
     return Calibration(documents, blocks)
+
+
+def _written(documents: Documents, ids: Sequence[Sequence[int]], model: TextModel) -> list[list[bool]]:
+    """Per token of each encoded conversation, whether the assistant wrote it."""
+    masks = answer_masks(documents, model.tokenizer)
+    return [mask[len(mask) - len(row) :] for mask, row in zip(masks, ids, strict=True)]  # a leading BOS is gone there
 
 
 def evaluation_text(settings: SetSettings, model: TextModel) -> Evaluation:

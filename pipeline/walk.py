@@ -348,9 +348,9 @@ class BlockStreams:
         self._scratch: dict[str, Stream] = {}
         for name in (*names, *scratch):
             assert work.text is not None
-            ids = torch.from_numpy(work.text.ids).split(work.batch)
+            ids, positions = work.text.batches(work.batch)
             spill = work.staging.work / f"{work.key}-{name}-hidden.bin"
-            stream = Stream.empty(skeleton, ids, work.budget // len((*names, *scratch)), spill)
+            stream = Stream.empty(skeleton, ids, work.budget // len((*names, *scratch)), spill, positions)
             (self._calibrated if name in names else self._scratch)[name] = stream
 
     def __getitem__(self, name: str) -> Stream:
@@ -367,9 +367,7 @@ class BlockStreams:
             return
         for name, stream in self._all():
             if block < 0:
-                skeleton = self.embedder.get(name, self.skeleton)
-                for ids, hidden in zip(stream.ids, stream.hidden, strict=True):
-                    hidden.copy_(skeleton.embed(ids))
+                stream.embed(self.embedder.get(name, self.skeleton))
             else:
                 stream.restore(self._file(name, block))
         self._started, self.at = True, block

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..calibrate.replay import Stream, staged_block
+from ..calibrate.replay import Stream, Window, staged_block
 from ..calibrate.skeleton import Skeleton
 from ..calibrate.statistics import Deviation, SecondMoment
 from ..checkpoint.errors import SutureError
@@ -205,32 +205,30 @@ def learned_block(
     index: int,
     layers: Sequence[QuantizedLayer],
     original: Skeleton,
-    inputs: Sequence[Tensor],
-    targets: Sequence[Tensor],
+    inputs: Stream,
+    targets: Stream,
     settings: LearnSettings,
 ) -> list[QuantizedLayer]:
     """Train the rounding of a block that GPTQ has been through; its modules then hold the trained weights.
 
-    `original`: the model with the block's original weights loaded. `inputs`: hidden states [B, T, hidden] of the
-    calibration text before the block, from the quantized blocks before it; `targets`: the original block's outputs. Every
-    sequence is a step.
+    `original`: the model with the block's original weights loaded. `inputs`: the calibration text before the block, from
+    the quantized blocks before it; `targets`: the original block's outputs. Every sequence is a step.
     """
     prefix = skeleton.layout.block_prefix(index)
     by_name = {layer.linear.name: layer.linear for layer in layers}
 
-    def forward(weights: Mapping[str, Tensor], hidden: Tensor) -> Tensor:
+    def forward(weights: Mapping[str, Tensor], window: Window) -> Tensor:
         dense = {
             f"{by_name[name].module.removeprefix(prefix)}.weight": weight.T if by_name[name].conv1d else weight
             for name, weight in weights.items()
         }
-        return skeleton.block_forward(index, hidden, dense)
+        return skeleton.block_forward(index, window[0], dense, window[1])
 
     starts = {layer.linear.name: Start(weight_of(original, layer.linear), layer.quantized) for layer in layers}
     options = LearnOptions(
         settings.epochs, settings.rate, settings.scale_rate, settings.lean, settings.held_out, settings.seed + index
     )
-    windows = [[part for batch in stream for part in batch.split(1)] for stream in (inputs, targets)]
-    learned = learn(forward, starts, windows[0], windows[1], options)
+    learned = learn(forward, starts, inputs.windows(), [hidden for hidden, _ in targets.windows()], options)
     trained = []
     for layer in layers:
         quantized = learned.quantized[layer.linear.name]

@@ -60,18 +60,19 @@ class Learned:
     moved: float  # share of the codes that changed
 
 
-Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
-"""(dense weights [out, in] by layer, hidden states [B, T, hidden]) -> the block's outputs, differentiable."""
+Forward = Callable[[Mapping[str, Tensor], Any], Tensor]
+"""(dense weights [out, in] by layer, one of the inputs) -> the block's outputs, differentiable."""
 
 
 def learn(
     forward: Forward,
     starts: Mapping[str, Start],
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Any],
     targets: Sequence[Tensor],
     options: LearnOptions,
 ) -> Learned:
-    """Train the layers of `starts` on windows inputs -> targets, each [B, T, hidden] float32.
+    """Train the layers of `starts` on windows inputs -> targets; targets are [B, T, hidden] float32, and of the inputs
+    `forward` alone knows what they are.
 
     Deterministic under `options.seed` and a number of threads. Raises SutureError when holding windows out leaves none.
     """

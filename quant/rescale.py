@@ -64,13 +64,13 @@ def observe_block(
         for name in dict.fromkeys(watched):
             seen.calls[name] = []
             stack.enter_context(_removed(_note_calls(skeleton, name, seen.calls[name])))
-        for hidden in _sample(stream, sample_tokens):
-            skeleton.run_block(index, hidden.to(skeleton.device))
+        for hidden, positions in _sample(stream, sample_tokens):
+            skeleton.run_block(index, hidden.to(skeleton.device), positions)
     with contextlib.ExitStack() as stack:
         for name in dict.fromkeys([*first.values(), *(fold.producer for fold in folds if fold.norm)]):
             stack.enter_context(_removed(_note_ranges(skeleton, name, seen.ranges, output=name not in first)))
-        for hidden in stream.hidden:
-            skeleton.run_block(index, hidden.to(skeleton.device))
+        for batch in range(len(stream.hidden)):
+            stream.through(skeleton, index, batch)
     for name, ranges in seen.ranges.items():
         if not bool(torch.isfinite(ranges.total).all()):
             raise SutureError(
@@ -85,14 +85,14 @@ def _place(fold: Fold) -> str:
     return fold.parent if fold.norm else fold.consumers[0]
 
 
-def _sample(stream: Stream, tokens: int) -> Iterator[Tensor]:
-    """Whole sequences from the beginning of the stream, at least `tokens` tokens of them."""
-    for hidden in stream.hidden:
+def _sample(stream: Stream, tokens: int) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Whole sequences from the beginning of the stream with their positions, at least `tokens` tokens of them."""
+    for hidden, positions in zip(stream.hidden, stream.positions, strict=True):
         if tokens <= 0:
             return
         part = hidden[: -(-tokens // hidden.shape[1])]
         tokens -= part.shape[0] * part.shape[1]
-        yield part
+        yield part, None if positions is None else positions[: part.shape[0]]
 
 
 def _note_calls(skeleton: Skeleton, name: str, calls: list[Call]) -> Any:

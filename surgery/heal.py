@@ -9,14 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..calibrate.fit import Fitted, fit_windows, relative_error, stored
 
-Forward = Callable[[Mapping[str, Tensor], Tensor], Tensor]
-"""(weights by name, hidden states [B, T, hidden]) -> the block's outputs, differentiable."""
+Forward = Callable[[Mapping[str, Tensor], Any], Tensor]
+"""(weights by name, one of the inputs) -> the block's outputs, differentiable."""
 
 
 @dataclass(frozen=True)
@@ -32,12 +33,13 @@ def heal_block(
     forward: Forward,
     weights: Mapping[str, Tensor],
     dtypes: Mapping[str, torch.dtype],
-    inputs: Sequence[Tensor],
+    inputs: Sequence[Any],
     targets: Sequence[Tensor],
     held: int,
     options: HealOptions,
 ) -> Fitted[dict[str, Tensor]]:
-    """Train `weights` (float32, stored as `dtypes` say) on windows inputs -> targets, each [B, T, hidden] float32.
+    """Train `weights` (float32, stored as `dtypes` say) on windows inputs -> targets; targets are [B, T, hidden] float32,
+    and of the inputs `forward` alone knows what they are.
 
     The last `held` windows choose the epoch. The result's state are the weights in their stored dtypes.
     """

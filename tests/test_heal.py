@@ -15,7 +15,7 @@ from suture.lora.adapter import FINGERPRINT, open_adapter
 from suture.lora.distill import forward_kl, top_k
 from suture.lora.settings import HealSettings
 from suture.lora.train import TrainOptions, train
-from suture.pipeline import heal_blocks, heal_whole
+from suture.pipeline import heal_blocks, heal_train
 from suture.pipeline.adapters import heal
 from suture.pipeline.walk import distance
 from suture.surgery.heal import HealOptions, heal_block
@@ -96,9 +96,7 @@ def toy(start=None, steps=20, stop=None):
 
     options = TrainOptions(steps=steps, batch=2, warmup=0.1, checkpoint=6, seed=3)
     groups = [{"params": [w], "lr": 0.1}]
-    curve = train(
-        loss, groups, lambda: float(loss(8).detach()), 8, options, start=start, save=save, track=lambda s, n: s
-    )
+    curve = train(loss, groups, loss, [5] * 9, 8, options, start=start, save=save, track=lambda s, n: s)
     return w.detach().clone(), curve, saved, seen
 
 
@@ -196,7 +194,7 @@ def test_recomputing_blocks_changes_nothing(home):
 def test_a_run_that_dies_between_checkpoints_ends_as_one_that_did_not(home):
     step = {"heal": LORA}
     whole = go(home, "whole", MEAN, step)
-    real, calls = heal_whole.forward_kl, []
+    real, calls = heal_train.forward_kl, []
 
     def dying(*args):
         calls.append(1)
@@ -204,7 +202,7 @@ def test_a_run_that_dies_between_checkpoints_ends_as_one_that_did_not(home):
             raise KeyboardInterrupt
         return real(*args)
 
-    with patch.object(heal_whole, "forward_kl", dying), pytest.raises(KeyboardInterrupt):
+    with patch.object(heal_train, "forward_kl", dying), pytest.raises(KeyboardInterrupt):
         go(home, "died", MEAN, step)
     work = home / "died.partial/work"
     assert torch.load(work / "step-2-training.pt", weights_only=True)["step"] == 14

@@ -361,7 +361,7 @@ def staged(directory, paused, index=1, change=None, batches=3):
     calls = []
     run = skeleton.run_block
 
-    def counted(index, hidden):
+    def counted(index, hidden, positions=None):
         calls.append(index)
         return run(index, hidden)
 
