@@ -1,7 +1,8 @@
 """GPTQ by suture and by llm-compressor: the same model, calibration tokens and machine, in one run.
 
-Each tool runs as a process of its own, from start to written checkpoint; suture's time includes its preflight and its
-reload in stock transformers. Both outputs are then scored by suture against the base on the same tokens.
+Each tool runs as a process of its own, from start to written checkpoint, and is given the same token ids; suture's time
+includes its preflight and its reload in stock transformers. Both outputs are then scored by suture against the base on
+the same tokens.
 
     python benchmarks/gptq_vs_llmcompressor.py --model SMOLLM2_DIR --calibration wikitext2-valid.txt \
         --test wikitext2-test.txt --peer-venv /tmp/llmcompressor
@@ -31,6 +32,7 @@ def main() -> None:
     work = Path(options.work or tempfile.mkdtemp(prefix="suture-benchmark-"))
     work.mkdir(parents=True, exist_ok=True)
     peer = _peer_python(Path(options.peer_venv))
+    _write_calibration(options, work)
     results = {}
     for round_ in range(options.rounds):
         for tool, command in (
@@ -95,12 +97,21 @@ def _peer_python(venv: Path) -> Path:
     return python
 
 
+def _write_calibration(options: argparse.Namespace, work: Path) -> None:
+    """The token ids, in either tool's form."""
+    text = Path(options.calibration).read_text()
+    ids = load_tokenizer(options.model)(text, verbose=False)["input_ids"]
+    rows = [ids[i * options.length : (i + 1) * options.length] for i in range(options.samples)]
+    (work / "ids.json").write_text(json.dumps(rows))
+    (work / "ids.jsonl").write_text("".join(json.dumps({"input_ids": row}) + "\n" for row in rows))
+
+
 def _suture_command(options: argparse.Namespace, work: Path) -> list[str]:
     recipe = work / "recipe.yaml"
     content = {
         "model": str(Path(options.model).resolve()),
         "calibration": {
-            "data": str(Path(options.calibration).resolve()),
+            "data": str(work / "ids.jsonl"),
             "samples": options.samples,
             "length": options.length,
             "order": "sequential",
@@ -114,10 +125,6 @@ def _suture_command(options: argparse.Namespace, work: Path) -> list[str]:
 
 
 def _peer_command(options: argparse.Namespace, work: Path, python: Path) -> list[str]:
-    text = Path(options.calibration).read_text()
-    ids = load_tokenizer(options.model)(text, verbose=False)["input_ids"]
-    rows = [ids[i * options.length : (i + 1) * options.length] for i in range(options.samples)]
-    (work / "ids.json").write_text(json.dumps(rows))
     out = work / "llm-compressor"
     shutil.rmtree(out, ignore_errors=True)
     script = str(Path(__file__).with_name("peer_llmcompressor.py"))

@@ -27,6 +27,7 @@ from ..checkpoint.families import Family, family_of
 from ..checkpoint.layout import ModelLayout, Place, resolve_layout, text_config
 from ..checkpoint.source import TensorSource
 from .experts import UnfusedExperts
+from .product import through_onednn
 
 
 @dataclass(frozen=True)
@@ -329,22 +330,60 @@ def open_skeleton(
     source: TensorSource, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Skeleton:
     """Build the model of `source.config` on meta and match it with the tensors. Raises SutureError on a mismatch."""
+    family, hf_config = _described(source)
+    model = meta_model(hf_config, family, torch.device(device))
+    layout = _matched(source, family, hf_config, _shapes_of(model, family))
+    return Skeleton(source, model, layout, hf_config, dtype, torch.device(device))
+
+
+def open_layout(source: TensorSource) -> ModelLayout:
+    """The layout that `open_skeleton` would find, without its model. Raises SutureError on a mismatch."""
+    family, hf_config = _described(source)
+    key = hf_config.to_json_string(use_diff=False)
+    if key not in _SHAPES:
+        while len(_SHAPES) >= _KEPT:
+            _SHAPES.pop(next(iter(_SHAPES)))
+        _SHAPES[key] = _shapes_of(meta_model(hf_config, family, torch.device("meta")), family)
+    return _matched(source, family, hf_config, _SHAPES[key])
+
+
+@dataclass(frozen=True)
+class _Shapes:
+    """Of a model's parameters, by module name; and its number of blocks."""
+
+    parameters: dict[str, tuple[int, ...]]
+    n_blocks: int
+
+
+_KEPT = 8
+_SHAPES: dict[str, _Shapes] = {}  # by config: every step of a recipe asks for its input's a few times
+
+
+def _described(source: TensorSource) -> tuple[Family, Any]:
+    """The family and transformers' config of a checkpoint."""
     text = {key: value for key, value in text_config(source.config).items() if key != "quantization_config"}
     family = family_of(str(text["model_type"]))
     hf_config = hf_text_config(text, source.source)
     _refuse_absurd_sizes(hf_config, source)
-    model = meta_model(hf_config, family, torch.device(device))
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
-    tied = bool(getattr(hf_config, "tie_word_embeddings", False))
+    return family, hf_config
+
+
+def _shapes_of(model: nn.Module, family: Family) -> _Shapes:
+    parameters = {name: tuple(p.shape) for name, p in model.named_parameters(remove_duplicate=False)}
     n_blocks = len(model.get_submodule(f"{family.stem}{family.blocks}"))  # type: ignore[arg-type]
-    layout = resolve_layout(family, source.source, source.shapes, shapes, tied, n_blocks)
+    return _Shapes(parameters, n_blocks)
+
+
+def _matched(source: TensorSource, family: Family, hf_config: Any, shapes: _Shapes) -> ModelLayout:
+    tied = bool(getattr(hf_config, "tie_word_embeddings", False))
+    layout = resolve_layout(family, source.source, source.shapes, shapes.parameters, tied, shapes.n_blocks)
     if layout.head_duplicate and not torch.equal(source.read(layout.head_duplicate), source.read(layout.embedding)):
         raise SutureError(
             f"{source.source}: config.json ties the head to the embedding, but {layout.head_duplicate} holds other "
             "values: loaders would disagree on which one counts",
             'set "tie_word_embeddings": false in config.json if the stored head is meant',
         )
-    return Skeleton(source, model, layout, hf_config, dtype, torch.device(device))
+    return layout
 
 
 def transformers_config(text: Mapping[str, Any], source: str) -> Any:
@@ -400,6 +439,7 @@ def meta_model(hf_config: Any, family: Family, device: torch.device) -> nn.Modul
             for name, module in list(model.named_modules()):
                 if name.endswith(f".{family.experts.module}"):
                     model.set_submodule(name, UnfusedExperts.like(module))
+    through_onednn(model)
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:

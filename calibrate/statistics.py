@@ -1,48 +1,87 @@
-"""Streaming statistics of a linear layer's inputs."""
+"""Streaming statistics of a linear layer's inputs.
+
+Tokens are summed up `chunk` at a time, counted from the first: sums do not depend on how the text was batched, and a
+product over many tokens passes over the [in, in] total less often.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+CHUNK = 2048  # tokens
+EXPERT_CHUNK = 128  # of an expert, whose buffers are many and see few tokens
 _PANEL = 256  # columns per panel of the symmetric product: only the upper panels are computed
 
 
 @dataclass
+class _Waiting:
+    """Rows [chunk, ...] that wait until they are enough."""
+
+    chunk: int
+    rows: Tensor | None = None
+    held: int = 0
+
+    def through(self, x: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The chunks that x [tokens, ...] completes, in `dtype`; each is to be used before the next is asked for."""
+        start = 0
+        while start < len(x):
+            taken = min(self.chunk - self.held, len(x) - start)
+            if taken == self.chunk:
+                yield x[start : start + taken].to(dtype)
+            else:
+                if self.rows is None:
+                    self.rows = torch.empty(self.chunk, *x.shape[1:], dtype=dtype, device=x.device)
+                self.rows[self.held : self.held + taken] = x[start : start + taken]
+                self.held += taken
+                if self.held == self.chunk:
+                    self.held = 0
+                    yield self.rows
+            start += taken
+
+    def rest(self) -> Iterator[Tensor]:
+        """What still waits, and will not again."""
+        if self.rows is not None and self.held:
+            yield self.rows[: self.held]
+        self.rows, self.held = None, 0
+
+
+@dataclass
 class SecondMoment:
-    """H = (1/n) sum over tokens of x xᵀ, [in, in]; GPTQ's Hessian up to a factor that it does not feel.
+    """H = (1/n) sum over tokens of x xᵀ, [in, in]; GPTQ's Hessian up to a factor that it does not feel."""
 
-    Sequences are added one at a time, so the sum does not depend on how they were batched.
-    """
-
-    total: Tensor  # [in, in]: upper panels of sum x xᵀ
+    total: Tensor  # [in, in]: upper panels of sum x xᵀ over the tokens that do not wait
     tokens: int = 0
+    waiting: _Waiting = field(default_factory=lambda: _Waiting(CHUNK))
 
     @classmethod
     def zeros(
-        cls, in_features: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+        cls,
+        in_features: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+        chunk: int = CHUNK,
     ) -> SecondMoment:
-        return cls(torch.zeros(in_features, in_features, dtype=dtype, device=device))
+        return cls(torch.zeros(in_features, in_features, dtype=dtype, device=device), 0, _Waiting(chunk))
 
     def add(self, x: Tensor) -> None:
-        """x: [tokens, in], or [batch, ..., in]: what is between counts as tokens."""
-        sequences = x[None] if x.dim() == 2 else x.reshape(x.shape[0], -1, x.shape[-1])
-        for sequence in sequences.to(self.total.dtype):
-            if sequence.shape[0] == 0:
-                continue
-            for start in range(0, sequence.shape[1], _PANEL):
-                left = sequence[:, start : start + _PANEL]
-                self.total[start : start + _PANEL, start:].addmm_(left.T, sequence[:, start:])
-            self.tokens += sequence.shape[0]
+        """x: [..., in]: what is before the last counts as tokens."""
+        x = x.reshape(-1, x.shape[-1])
+        self.tokens += len(x)
+        self._sum(self.waiting.through(x, self.total.dtype))
 
-    def merge(self, other: SecondMoment) -> SecondMoment:
-        """The statistic of both token sets."""
-        return SecondMoment(self.total + other.total, self.tokens + other.tokens)
+    def _sum(self, chunks: Iterator[Tensor]) -> None:
+        for rows in chunks:
+            for start in range(0, rows.shape[1], _PANEL):
+                left = rows[:, start : start + _PANEL]
+                self.total[start : start + _PANEL, start:].addmm_(left.T, rows[:, start:])
 
     def hessian(self) -> Tensor:
         """H [in, in], symmetric; zeros when no token was seen."""
+        self._sum(self.waiting.rest())
         whole = self.total.triu()
         whole.add_(self.total.triu(1).T)
         return whole.div_(max(self.tokens, 1))
@@ -54,6 +93,7 @@ class Deviation:
 
     total: Tensor
     tokens: int = 0
+    waiting: _Waiting = field(default_factory=lambda: _Waiting(CHUNK))
 
     @classmethod
     def zeros(
@@ -62,13 +102,18 @@ class Deviation:
         return cls(torch.zeros(in_features, in_features, dtype=dtype, device=device))
 
     def add(self, x: Tensor, other: Tensor) -> None:
-        """x, other: [batch, ..., in], the same tokens through either model."""
+        """x, other: [..., in], the same tokens through either model."""
         width = x.shape[-1]
-        for one, two in zip(x.reshape(x.shape[0], -1, width), other.reshape(x.shape[0], -1, width), strict=True):
-            one = one.to(self.total.dtype)
-            self.total.addmm_((two.to(self.total.dtype) - one).T, one)
-            self.tokens += one.shape[0]
+        pairs = torch.stack((x.reshape(-1, width), other.reshape(-1, width)), 1)
+        self.tokens += len(pairs)
+        self._sum(self.waiting.through(pairs, self.total.dtype))
+
+    def _sum(self, chunks: Iterator[Tensor]) -> None:
+        for pairs in chunks:
+            one, two = pairs.unbind(1)
+            self.total.addmm_((two - one).T, one)
 
     def mean(self) -> Tensor:
         """D [in, in]; zeros when no token was seen."""
+        self._sum(self.waiting.rest())
         return self.total / max(self.tokens, 1)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibrate.skeleton import open_skeleton
+from ..calibrate.skeleton import open_layout
 from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import Account
 from ..checkpoint.source import TensorSource
@@ -26,7 +26,7 @@ class CastPlan(Prepared):
 
 def prepare(source: TensorSource, settings: CastSettings) -> CastPlan:
     """Raises SutureError when every tensor has the dtype already."""
-    layout = open_skeleton(source).layout
+    layout = open_layout(source)
     code, _ = DTYPES[settings.dtype]
     changed = frozenset(
         name for name, dtype in source.dtypes.items() if dtype in STORAGE and dtype != code and name not in layout.stale
@@ -72,7 +72,7 @@ def run(work: StepRun, plan: CastPlan, settings: CastSettings) -> StepResult:
 
 
 def prepare_reshard(source: TensorSource, settings: ReshardSettings) -> Prepared:
-    layout = open_skeleton(source).layout
+    layout = open_layout(source)
     specs, accounts = copied(source, layout)
     return Prepared(
         specs=specs,

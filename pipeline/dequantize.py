@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..calibrate.skeleton import open_skeleton
+from ..calibrate.skeleton import open_layout
 from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import Account
 from ..checkpoint.reader import Checkpoint
@@ -31,7 +31,7 @@ class DequantizePlan(Prepared):
 def prepare(source: TensorSource, settings: DequantizeSettings) -> DequantizePlan:
     """Raises SutureError when the checkpoint is not quantized, or in a way that cannot be read."""
     view = _view(source)
-    layout = open_skeleton(view).layout
+    layout = open_layout(view)
     dtype = _CODES.get(settings.dtype) or model_dtype(source.config) or _commonest(view)
     specs: list[TensorSpec] = []
     accounts: dict[str, Account] = {}

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..calibrate.blueprint import Blueprint, blueprint_of
-from ..calibrate.skeleton import hf_text_config, open_skeleton
+from ..calibrate.skeleton import hf_text_config, open_layout
 from ..checkpoint.errors import SutureError, did_you_mean
 from ..checkpoint.layout import text_config
 from ..checkpoint.manifest import MANIFEST, read_manifest
@@ -213,7 +213,7 @@ def _weights(checkpoint: Checkpoint, model: Blueprint) -> dict[str, Any]:
     quantization, bits = None, 8.0 * checkpoint.nbytes / model.total
     if model.family and _is_replayable(checkpoint, notes):
         view = dense_view(checkpoint)
-        layout = open_skeleton(view).layout
+        layout = open_layout(view)
         unknown, stale = len(layout.unknown), len(layout.stale)
         quantization, bits = _quantization(checkpoint, view)
     elif checkpoint.quantization is not None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from ..calibrate.replay import Stream, release_memory, run_block
-from ..calibrate.skeleton import Skeleton, finite, open_skeleton
+from ..calibrate.skeleton import Skeleton, finite, open_layout, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import Account, to_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
@@ -114,7 +114,7 @@ def _check_fingerprints(base: TensorSource, source: TensorSource, adapters: Sequ
     stored = {weighted.adapter.source: weighted.adapter.metadata.get(FINGERPRINT) for weighted in adapters}
     if isinstance(source, PlannedSource) or not any(stored.values()):
         return
-    found = fingerprint(base, open_skeleton(base).layout)
+    found = fingerprint(base, open_layout(base))
     for name, wanted in stored.items():
         if wanted is not None and wanted != found:
             raise SutureError(

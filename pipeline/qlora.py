@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibrate.skeleton import open_skeleton
+from ..calibrate.skeleton import open_layout
 from ..checkpoint.source import TensorSource, side_file
 from ..lora.settings import MergeSettings
 from ..quant.bitsandbytes import quantize_4bit
@@ -71,7 +71,7 @@ def merge_base(source: TensorSource, settings: MergeSettings) -> TensorSource:
     """What adapters are added to."""
     if settings.base == "original":
         return source
-    layout = open_skeleton(source).layout
+    layout = open_layout(source)
     chosen = {linear.place.tensor: linear.conv1d for linear in layout.linears if linear.expert is None}
     return AsTrained(source, chosen)
 

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..calibrate.replay import run_block
-from ..calibrate.skeleton import Skeleton, open_skeleton
+from ..calibrate.skeleton import Skeleton, open_layout, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
 from ..checkpoint.manifest import Account
@@ -42,7 +42,7 @@ def prepare(source: TensorSource, settings: RTNSettings, schemes: Mapping[str, S
 
     `schemes`: layer -> format, where something other than the settings decided it.
     """
-    layout = open_skeleton(source).layout
+    layout = open_layout(source)
     selection = select(layout, settings.targets, settings.ignore)
     ruled = ruled_schemes(layout, selection, settings)
     if schemes is None:
@@ -84,7 +84,7 @@ def prepare(source: TensorSource, settings: RTNSettings, schemes: Mapping[str, S
 
 def decide(source: TensorSource, settings: GPTQSettings, tokens: int) -> GPTQSettings:
     """The settings with `asymmetric: auto` decided by how much text there is."""
-    selection = select(open_skeleton(source).layout, settings.targets, settings.ignore)
+    selection = select(open_layout(source), settings.targets, settings.ignore)
     compared = [linear.in_features for linear in selection.chosen if linear.expert is None]
     return settings.decided(tokens, max(compared, default=0))
 

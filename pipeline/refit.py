@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ..calibrate.replay import Stream, staged_block
-from ..calibrate.skeleton import Skeleton, open_skeleton
+from ..calibrate.skeleton import Skeleton, open_layout
 from ..checkpoint.errors import SutureError
 from ..checkpoint.families import Family
 from ..checkpoint.layout import Linear, ModelLayout
@@ -135,7 +135,7 @@ class RefitPlan(Prepared):
 
 def prepare(source: TensorSource, settings: RefitSettings) -> RefitPlan:
     """Plan the step from names and shapes. Raises SutureError when no layer can be fitted."""
-    layout = open_skeleton(source).layout
+    layout = open_layout(source)
     roles = {OUT if name == "o_proj" else DOWN for name in settings.layers}
     chosen = [linear for linear in layout.linears if linear.role in roles]
     model_type = layout.family.model_type

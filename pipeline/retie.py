@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..calibrate.skeleton import open_skeleton
+from ..calibrate.skeleton import open_layout
 from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import Account
 from ..checkpoint.source import TensorSource
@@ -21,7 +21,7 @@ class RetiePlan(Prepared):
 
 def prepare(source: TensorSource, settings: RetieSettings) -> RetiePlan:
     """Raises SutureError when the head is tied already, or of another shape than the embedding."""
-    layout = open_skeleton(source).layout
+    layout = open_layout(source)
     if layout.head is None:
         raise SutureError("retie: this model's head is tied to its embedding already", "remove the step")
     if source.shapes[layout.head] != source.shapes[layout.embedding]:

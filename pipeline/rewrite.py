@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..calibrate.observe import observe_inputs
 from ..calibrate.replay import Stream
-from ..calibrate.skeleton import Skeleton, open_skeleton
+from ..calibrate.skeleton import Skeleton, open_layout, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import ModelLayout, text_config, with_text_config
 from ..checkpoint.source import TensorSource
@@ -68,7 +68,7 @@ def in_receipt(result: StepResult, parts: Mapping[str, Any]) -> StepResult:
 
 def prepare_fold_norms(source: TensorSource, settings: FoldNormsSettings) -> RewritePlan:
     """Raises SutureError when the last norm is to be folded into a tied head."""
-    layout = open_skeleton(source).layout
+    layout = open_layout(source)
     names = layout.places
     changed: dict[str, str] = {}
     for index in range(len(layout.blocks)):

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..calibrate.observe import observe_inputs
 from ..calibrate.replay import Stream
-from ..calibrate.skeleton import Skeleton, open_skeleton
-from ..calibrate.statistics import SecondMoment
+from ..calibrate.skeleton import Skeleton, open_layout
+from ..calibrate.statistics import CHUNK, EXPERT_CHUNK, SecondMoment
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
 from ..checkpoint.source import TensorSource
@@ -36,7 +36,7 @@ def rehearsal(plan: SpectraPlan, settings: SpectraSettings) -> tuple[str, Spectr
 
 def prepare(source: TensorSource, settings: SpectraSettings) -> SpectraPlan:
     """Raises SutureError for a rank that no matrix has."""
-    layout = open_skeleton(source).layout
+    layout = open_layout(source)
     widest = max(min(linear.out_features, linear.in_features) for linear in layout.linears)
     outside = [rank for rank in settings.ranks or () if not 0 < rank <= widest]
     if outside:
@@ -93,7 +93,8 @@ def _moments(skeleton: Skeleton, index: int, stream: Stream) -> dict[str, Second
         by_expert: dict[int | None, SecondMoment] = {}
         for linear in group:
             if linear.expert not in by_expert:
-                by_expert[linear.expert] = SecondMoment.zeros(linear.in_features, device=skeleton.device)
+                chunk = CHUNK if linear.expert is None else EXPERT_CHUNK
+                by_expert[linear.expert] = SecondMoment.zeros(linear.in_features, device=skeleton.device, chunk=chunk)
             found[linear.name] = by_expert[linear.expert]
         watch[_watched(skeleton, index, group[0])] = _adder(by_expert)
     observe_inputs(skeleton, index, stream, watch)

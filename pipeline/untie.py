@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..calibrate.skeleton import open_skeleton
+from ..calibrate.skeleton import open_layout
 from ..checkpoint.layout import ModelLayout
 from ..checkpoint.manifest import Account
 from ..checkpoint.source import TensorSource
@@ -22,7 +22,7 @@ class UntiePlan(Prepared):
 
 def prepare(source: TensorSource, settings: UntieSettings) -> UntiePlan:
     """Raises SutureError when the model is not tied."""
-    layout = open_skeleton(source).layout
+    layout = open_layout(source)
     head = head_to_add(layout)
     names = [name for name in source.shapes if name not in layout.stale and name != head]
     specs = [TensorSpec(name, source.dtypes[name], source.shapes[name]) for name in names]

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..calibrate.documents import DataSpec, read_documents
-from ..calibrate.skeleton import open_skeleton
+from ..calibrate.skeleton import open_layout
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import text_config, with_text_config
 from ..checkpoint.manifest import Account
@@ -36,7 +36,7 @@ class VocabularyPlan(Prepared):
 
 def prepare(source: TensorSource, settings: VocabularySettings) -> VocabularyPlan:
     """Raises SutureError for a tokenizer that is not BPE, and when the new one does not encode the texts as the old."""
-    layout = open_skeleton(source).layout
+    layout = open_layout(source)
     tables = tuple(
         name for name in (layout.embedding, layout.head, layout.head_duplicate, layout.head_bias) if name is not None
     )

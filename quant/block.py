@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..calibrate.replay import Stream, Window, staged_block
 from ..calibrate.skeleton import Skeleton
-from ..calibrate.statistics import Deviation, SecondMoment
+from ..calibrate.statistics import CHUNK, EXPERT_CHUNK, Deviation, SecondMoment
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear
 from .awq import clipped_grid
@@ -132,7 +132,8 @@ def gptq_block(
             if expert not in inputs:
                 width, dtype = stages[stage][0].in_features, getattr(torch, settings.hessian)
                 paired = original is not None and expert is None
-                inputs[expert] = _Inputs.zeros(width, dtype, skeleton.device, paired)
+                chunk = CHUNK if expert is None else EXPERT_CHUNK
+                inputs[expert] = _Inputs.zeros(width, dtype, skeleton.device, paired, chunk)
             inputs[expert].add(part, original)
 
     def change(stage: int) -> None:
@@ -155,9 +156,9 @@ class _Inputs:
     deviation: Deviation | None  # from the original model's
 
     @classmethod
-    def zeros(cls, width: int, dtype: torch.dtype, device: torch.device, paired: bool) -> _Inputs:
+    def zeros(cls, width: int, dtype: torch.dtype, device: torch.device, paired: bool, chunk: int) -> _Inputs:
         deviation = Deviation.zeros(width, dtype, device) if paired else None
-        return cls(SecondMoment.zeros(width, dtype, device), deviation)
+        return cls(SecondMoment.zeros(width, dtype, device, chunk), deviation)
 
     def add(self, x: Tensor, original: Any) -> None:
         self.moment.add(x)

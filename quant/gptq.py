@@ -41,6 +41,8 @@ from .rtn import round_to_grid
 from .scheme import Quantized, Scheme
 
 BLOCK = 32
+PANEL = 192  # of a product of which only one triangle is wanted
+LEAF = 128  # of a triangular inverse: a matrix this small is inverted at once
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def _inverse_factor(H: Tensor, options: GPTQOptions, mean: float) -> tuple[Tenso
 def _lower_inverse(L: Tensor) -> Tensor:
     """Inverse of a lower triangular matrix by halves: nearly all of it is products, which run at full speed."""
     n = len(L)
-    if n <= BLOCK:
+    if n <= LEAF:
         return torch.linalg.solve_triangular(L, torch.eye(n, dtype=L.dtype, device=L.device), upper=False)
     half = n // 2
     inverse = torch.zeros_like(L)
@@ -258,8 +260,14 @@ def output_error(weight: Tensor, dequantized: Tensor, hessian: Tensor) -> float:
 
 
 def _energy(W: Tensor, H: Tensor) -> float:
-    """tr(W H Wᵀ); rows in the dtype of H, their sum in float64."""
-    return float(((W @ H) * W).sum(1).double().sum())
+    """tr(W H Wᵀ); rows in the dtype of H, their sum in float64. H is symmetric: what is left of a panel's diagonal counts
+    twice, what is right of it not at all."""
+    rows = torch.zeros(W.shape[0], dtype=W.dtype, device=W.device)
+    for a in range(0, W.shape[1], PANEL):
+        panel = slice(a, a + PANEL)
+        product = torch.addmm(W[:, panel] @ H[panel, panel], W[:, :a], H[:a, panel], alpha=2)
+        rows += product.mul_(W[:, panel]).sum(1)
+    return float(rows.double().sum())
 
 
 def asymmetric_cost(weight: Tensor, dense: Tensor, hessian: Tensor, deviation: Tensor) -> float:

@@ -48,7 +48,8 @@ INSTANCES = {
     ],
     "suture watch": ["watch out/small"],
     "suture quantize": [
-        "quantize builtin:tiny out/w4 --method gptq --bits 4 --group-size 64 --calibration text.txt --report held.jsonl"
+        "quantize builtin:tiny out/w4 --method gptq --bits 4 --group-size 64 --calibration text.txt --report held.jsonl",
+        "quantize builtin:tiny out/w2 --method rtn --bits 2 --group-size 64",
     ],
     "suture apply": [
         "apply builtin:tiny out/gqa --step 'gqa: {kv_heads: 2}' --step 'gptq: {bits: 4, group_size: 64}' "
@@ -84,8 +85,8 @@ INSTANCES = {
     ],
     "suture lora curve": ["lora curve builtin:tiny tuned out/extracted --data held.jsonl"],
     "suture lora heal": [
-        "lora heal out/w4 out/healed --teacher builtin:tiny --data text.txt --set r=4 --set tokens=2000",
-        "lora heal out/w4 out/healed2 --teacher builtin:tiny --data text.txt --set r=4 --set tokens=2000 --resume",
+        "lora heal out/w2 out/healed --teacher builtin:tiny --data builtin:novels --set r=4 --set tokens=20000",
+        "lora heal out/w2 out/healed2 --teacher builtin:tiny --data builtin:novels --set r=4 --set tokens=20000 --resume",
     ],
     "suture lora combine": [
         "lora combine out/sum adapter=0.5 out/extracted",

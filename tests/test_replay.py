@@ -8,7 +8,7 @@ from kit import LENGTH, NAMES, VOCABULARY, edit, make, read, some_ids, stock
 
 from suture.calibrate.replay import Stream, run_block, staged_block
 from suture.calibrate.skeleton import open_skeleton
-from suture.calibrate.statistics import SecondMoment
+from suture.calibrate.statistics import Deviation, SecondMoment
 from suture.checkpoint.errors import SutureError
 from suture.checkpoint.reader import open_checkpoint
 
@@ -581,12 +581,23 @@ def test_the_second_moment_does_not_depend_on_batches(split):
     assert whole.tokens == parts.tokens == 6 * 17
 
 
-def test_the_second_moment_of_halves_merged_is_that_of_the_whole():
-    x = tokens(8, 11, 40, dtype=torch.float64)
-    whole = moment(x, dtype=torch.float64)
-    merged = moment(x[:3], dtype=torch.float64).merge(moment(x[3:], dtype=torch.float64))
-    assert merged.tokens == whole.tokens
-    torch.testing.assert_close(merged.hessian(), whole.hessian(), rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("chunk", [1, 7, 24, 88, 100])
+def test_sums_over_chunks_do_not_depend_on_how_tokens_came(chunk):
+    x, y = tokens(8, 11, 40), tokens(8, 11, 40) + 1
+    flat, other = x.flatten(0, 1).double(), y.flatten(0, 1).double()
+    found = []
+    for sizes in ((88,), (1,) * 88, (13, 0, 50, 25)):
+        second, deviation = SecondMoment.zeros(40, chunk=chunk), Deviation.zeros(40)
+        deviation.waiting.chunk = chunk
+        for one, two in zip(x.flatten(0, 1).split(sizes), y.flatten(0, 1).split(sizes), strict=True):
+            second.add(one)
+            deviation.add(one, two)
+        found.append((second.hessian(), deviation.mean()))
+        assert torch.equal(second.hessian(), found[-1][0]) and torch.equal(deviation.mean(), found[-1][1])
+    for hessian, mean in found:
+        assert torch.equal(hessian, found[0][0]) and torch.equal(mean, found[0][1])
+        torch.testing.assert_close(hessian.double(), flat.T @ flat / 88, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(mean.double(), (other - flat).T @ flat / 88, rtol=1e-5, atol=1e-5)
 
 
 def test_the_second_moment_takes_tokens_in_any_shape():
