@@ -32,6 +32,10 @@ def run(recipe: str | Path | Recipe | Mapping[str, Any], **options: Any) -> Run:
     """Run a recipe: a YAML file, a `Recipe`, or its content as a mapping.
 
     Options: device ("auto"), overwrite, resume, progress. Raises SutureError; then nothing is under the output's name.
+
+    >>> made = run({"model": "builtin:tiny", "steps": [{"cast": {"dtype": "float32"}}], "output": "in-float32"})
+    >>> made.output.name, sorted({info.dtype for info in open_checkpoint(made.output).tensors.values()})
+    ('in-float32', ['F32'])
     """
     if isinstance(recipe, str | Path):
         recipe = load_recipe(Path(recipe))
@@ -56,6 +60,10 @@ def apply(
 
     `calibration` and `report` are text (`builtin:novels`, a file) or a mapping of their recipe keys; there is no hidden
     default, so a step that needs text says so.
+
+    >>> made = apply("builtin:tiny", "halved", {"gqa": {"kv_heads": 4, "method": "mean"}})
+    >>> open_checkpoint("halved").config["num_key_value_heads"]
+    4
     """
     listed = [{name: settings} for name, settings in steps.items()] if isinstance(steps, Mapping) else list(steps)
     content: dict[str, Any] = {"model": str(model), "steps": listed, "output": str(output)}
@@ -78,7 +86,12 @@ def quantize(
     progress: Progress | None = None,
     **settings: Any,
 ) -> Run:
-    """Quantize a model in one step. `settings` are the step's keys (bits, group_size, ...); the rest is as in `apply`."""
+    """Quantize a model in one step. `settings` are the step's keys (bits, group_size, ...); the rest is as in `apply`.
+
+    >>> made = quantize("builtin:tiny", "rounded", "rtn", bits=4, group_size=64)
+    >>> made.manifest["verification"]["loaded_as"], len(made.fallbacks)
+    ('LlamaForCausalLM', 0)
+    """
     options: dict[str, Any] = {"device": device, "overwrite": overwrite, "resume": resume, "progress": progress}
     return apply(model, output, {method: settings}, calibration=calibration, report=report, **options)
 
@@ -99,6 +112,11 @@ def compare(
     The base's tokenizer is used for both; models of different vocabularies are refused. With `output`, the report's
     files are written there. `latency`: both are also loaded by transformers and timed, interleaved; the figures, which
     no second run repeats, go to latency.json and to the page, never into report.json.
+
+    >>> quick = {"max_tokens_per_document": 32, "window": 32}
+    >>> found = compare("builtin:tiny", "builtin:tiny", "builtin:holmes", **quick).perplexity
+    >>> found.ratio, found.low, found.high  # a model against itself
+    (1.0, 1.0, 1.0)
     """
     progress = progress or default_progress()
     wanted = make_recipe(

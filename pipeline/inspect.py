@@ -90,6 +90,10 @@ def inspect(
         ranks, targets: of LoRA; a target is the end of a layer's name.
 
     Raises SutureError for what does not open, an unknown GPU or target.
+
+    >>> facts = inspect("builtin:tiny").facts
+    >>> facts["parameters"]["total"], facts["dimensions"]["attention"], facts["kv_cache_bytes_per_token"]
+    (5507328, 'MHA', 4096)
     """
     for name, value in (("context", context or 1), ("batch", batch), *(("rank", rank) for rank in ranks)):
         if value < 1:

@@ -76,6 +76,13 @@ def gptq(
 
     `deviation`: D [in, in], for asymmetric calibration. Runs in the hessian's dtype (float32 or float64). Rows are
     independent: weights that share their inputs may be stacked.
+
+    >>> W = torch.tensor([[-0.9, 0.5, 0.5]])
+    >>> H = torch.tensor([[1, 0, 0], [0, 1, 0.95], [0, 0.95, 1]])  # the last two inputs go together: one's error is undone
+    >>> options = GPTQOptions(Scheme(bits=3, group_size=-1, symmetric=False), search=None)
+    >>> found = gptq(W, H, options, torch.float32).quantized
+    >>> found.codes.tolist(), round(output_error(W, found.dequantize(), H), 3)  # to nearest: 0.166
+    ([[0, 6, 7]], 0.079)
     """
     W, H = weight.to(hessian.dtype), hessian
     h = torch.diagonal(H)

@@ -18,7 +18,14 @@ def words(count: int, bits: int) -> int:
 
 
 def pack(codes: Tensor, bits: int, dim: int) -> Tensor:
-    """Pack unsigned codes [rows, cols] along `dim` (0 or 1) into int32. Raises SutureError on a code out of range."""
+    """Pack unsigned codes [rows, cols] along `dim` (0 or 1) into int32. Raises SutureError on a code out of range.
+
+    >>> codes = torch.tensor([[1, 2, 3, 4, 5, 6, 7, 0]])
+    >>> [hex(word) for word in pack(codes, bits=4, dim=1)[0].tolist()]
+    ['0x7654321']
+    >>> bool((unpack(pack(codes, bits=3, dim=1), bits=3, count=8, dim=1) == codes).all())
+    True
+    """
     if codes.numel():
         low, high = int(codes.min()), int(codes.max())
         if low < 0 or high >= 2**bits:

@@ -19,7 +19,13 @@ def rtn(
     importance: Tensor | None = None,
     search: Search | None = None,
 ) -> Quantized:
-    """Quantize weight [out, in]; scales are stored as `dtype`. `importance` [in] weighs the range search."""
+    """Quantize weight [out, in]; scales are stored as `dtype`. `importance` [in] weighs the range search.
+
+    >>> weight = torch.tensor([[-0.8, 0.1, 0.35, 0.7]])
+    >>> found = rtn(weight, Scheme(bits=4, group_size=4), torch.float32, search=None)
+    >>> found.codes.tolist(), round(float(found.scale), 4)
+    ([[0, 9, 11, 15]], 0.1067)
+    """
     return round_to_grid(weight, find_grid(weight, scheme, dtype, importance, search))
 
 

@@ -191,6 +191,11 @@ def paired(
     base, new: negative log-likelihoods in nats, one 1-D array per document, token by token the same targets.
     Where both are the same infinity the difference is 0. Identical inputs give ratio 1, standard error 0, p = 1.
     Raises SutureError: unequal shapes, a NaN (named by model, document and token), infinities of both signs.
+
+    >>> base = [[2.1, 1.9], [2.0, 2.2, 1.8], [2.3], [1.7, 2.0], [2.4, 1.6]]
+    >>> found = paired(base, [[x + 0.01 for x in document] for document in base])
+    >>> round(found.ratio, 4), found.log.n_clusters, found.log.n_values
+    (1.0101, 5, 10)
     """
     _check_same_shape(base, new, cluster)
     x = [_checked(array, g, cluster, "base: ") for g, array in enumerate(base)]

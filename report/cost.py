@@ -44,7 +44,12 @@ class Roofline:
 def decode_roofline(
     gpu: GPU, weight_bytes: float, flops_per_token: float, *, cache_bytes: float = 0.0, batch: int = 1
 ) -> Roofline:
-    """Decoding `batch` sequences at once: weights are read once, each sequence's cache (`cache_bytes`) once."""
+    """Decoding `batch` sequences at once: weights are read once, each sequence's cache (`cache_bytes`) once.
+
+    >>> found = decode_roofline(GPUS["A100 80GB SXM"], weight_bytes=16e9, flops_per_token=16e9)
+    >>> round(found.tokens_per_second), found.bound
+    (127, 'memory')
+    """
     traffic, arithmetic = weight_bytes + batch * cache_bytes, batch * flops_per_token
     seconds = max(traffic / gpu.bandwidth, arithmetic / gpu.flops)
     bound = "memory" if traffic / gpu.bandwidth >= arithmetic / gpu.flops else "arithmetic"

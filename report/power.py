@@ -37,7 +37,11 @@ def items_needed(
 
 
 def items_needed_from_flips(difference: float, flips: float, *, power: float = 0.8, level: float = 0.95) -> int:
-    """Items that show `difference` when a share `flips` of the answers changes."""
+    """Items that show `difference` when a share `flips` of the answers changes.
+
+    >>> items_needed_from_flips(0.03, flips=0.1)  # to show 3 points where a tenth of the answers changes
+    865
+    """
     _check(difference)
     if not abs(difference) <= flips <= 1:
         raise SutureError(

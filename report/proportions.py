@@ -63,7 +63,12 @@ class VarianceSplit:
 
 
 def wilson(successes: int, n: int, level: float = 0.95) -> Proportion:
-    """Wilson's score interval. Raises SutureError: no items, more successes than items."""
+    """Wilson's score interval. Raises SutureError: no items, more successes than items.
+
+    >>> found = wilson(27, 30)  # 27 of 30 items right
+    >>> [round(100 * share, 1) for share in (found.value, found.low, found.high)]
+    [90.0, 74.4, 96.5]
+    """
     from scipy import stats
 
     if n < 1 or not 0 <= successes <= n:
@@ -77,7 +82,11 @@ def wilson(successes: int, n: int, level: float = 0.95) -> Proportion:
 
 
 def pass_at_k(n: int, correct: int, k: int) -> float:
-    """Probability that one of k answers is right, estimated without bias from `correct` of n answers; n >= k."""
+    """Probability that one of k answers is right, estimated without bias from `correct` of n answers; n >= k.
+
+    >>> round(pass_at_k(n=10, correct=1, k=5), 3)
+    0.5
+    """
     if not 1 <= k <= n or not 0 <= correct <= n:
         raise SutureError(f"pass@{k} from {correct} of {n} answers: expected 1 <= k <= answers", "sample more answers")
     return 1.0 - math.comb(n - correct, k) / math.comb(n, k)

@@ -242,7 +242,11 @@ def _divisors(n: int) -> str:
 
 
 def with_kv_heads(config: Mapping[str, Any], kv_heads: int) -> dict[str, Any]:
-    """The raw config of the same class with fewer key-value heads, also inside a vision wrapper's text_config."""
+    """The raw config of the same class with fewer key-value heads, also inside a vision wrapper's text_config.
+
+    >>> with_kv_heads({"model_type": "llama", "num_attention_heads": 8, "num_key_value_heads": 8}, 2)["num_key_value_heads"]
+    2
+    """
     inner = config.get("text_config")
     if isinstance(inner, Mapping):
         return {**config, "text_config": {**inner, "num_key_value_heads": kv_heads}}

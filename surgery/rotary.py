@@ -41,7 +41,11 @@ def check(family: Family, config: Any, settings: RotarySettings) -> None:
 
 
 def old_rows(d: int, layout: Layout) -> Tensor:
-    """For rows 0..d-1 of the wanted order, the row of the other order: new = old[old_rows(d, layout)]."""
+    """For rows 0..d-1 of the wanted order, the row of the other order: new = old[old_rows(d, layout)].
+
+    >>> old_rows(6, "interleaved").tolist()  # rows of half-split pairs (0, 3), (1, 4), (2, 5) beside one another
+    [0, 3, 1, 4, 2, 5]
+    """
     pairs = torch.arange(d // 2)
     if layout == "half":
         return torch.cat([2 * pairs, 2 * pairs + 1])
