@@ -57,6 +57,15 @@ class MergeSettings(_Strict):
         )
 
 
+class RoundingSettings(_Strict):
+    """A format to round to nearest to, as the step rtn does it."""
+
+    bits: int = Field(4, ge=2, le=8, description="bits per weight")
+    group_size: int = Field(128, description="inputs that share a scale; -1: one scale per output channel")
+    symmetric: bool = Field(True, description="no zero points")
+    search: bool = Field(True, description="search each group's range instead of taking it whole")
+
+
 Method = Literal["blocks", "lora", "full"]
 
 
@@ -88,9 +97,18 @@ class HealSettings(_Strict):
     recompute: bool | None = Field(
         None, description="lora, full: run blocks again in the backward pass, for less memory; default false"
     )
+    optimizer: Literal["adamw", "adamw8bit"] | None = Field(
+        None, description="lora, full: AdamW, or with 8-bit moments by bitsandbytes, for less memory; default adamw"
+    )
+    precision: Literal["float32", "bf16"] = Field(
+        "float32", description="of the training's arithmetic; bf16: autocast, while weights and sums stay float32"
+    )
     r: int | None = Field(None, ge=1, description="lora: rank; default 16")
     alpha: float | None = Field(None, gt=0, description="lora: the change is alpha / r times B A; default 32")
     targets: list[str] | None = Field(None, min_length=1, description="lora: layers; default [all-linear]")
+    rounding: RoundingSettings | None = Field(
+        None, description="lora: train with weights rounded as the next step, rtn with these settings, will round them"
+    )
     rate: float | None = Field(
         None,
         gt=0,
@@ -126,8 +144,18 @@ class HealSettings(_Strict):
 FEWEST_HELD = 5  # below, there is no interval
 _OF_METHOD: dict[tuple[Method, ...], tuple[str, ...]] = {
     ("blocks",): ("parts", "epochs"),
-    ("lora", "full"): ("tokens", "batch", "warmup", "top_k", "next_token", "loss_on", "checkpoint", "recompute"),
-    ("lora",): ("r", "alpha", "targets"),
+    ("lora", "full"): (
+        "tokens",
+        "batch",
+        "warmup",
+        "top_k",
+        "next_token",
+        "loss_on",
+        "optimizer",
+        "checkpoint",
+        "recompute",
+    ),
+    ("lora",): ("r", "alpha", "targets", "rounding"),
 }
 _WHOLE: dict[str, Any] = {
     "tokens": 500_000,
@@ -136,6 +164,7 @@ _WHOLE: dict[str, Any] = {
     "top_k": 64,
     "next_token": 0.0,
     "loss_on": "all",
+    "optimizer": "adamw",
     "checkpoint": 25,
     "recompute": False,
 }

@@ -26,6 +26,7 @@ class TrainOptions:
     warmup: float
     checkpoint: int  # steps between checkpoints
     seed: int
+    optimizer: str = "adamw"  # or adamw8bit
     nothing: float = 0.0  # a start whose held-out loss is below this is left as it is
 
 
@@ -59,7 +60,7 @@ def train(
     """
     team = team or Team()
     parameters: list[Tensor] = [p for group in groups for p in group["params"]]
-    adam = torch.optim.Adam(list(groups), betas=(0.9, 0.95), eps=1e-10)
+    adam = optimizer_of(options.optimizer, groups)
     rates = [group["lr"] for group in adam.param_groups]
     curve: list[dict[str, float]] = []
     done, since = 0, []
@@ -120,6 +121,32 @@ def train(
                     }
                 )
     return curve
+
+
+def optimizer_of(name: str, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+    """AdamW without decay; `adamw8bit`: its moments as 8-bit codes, by bitsandbytes. Raises SutureError without that."""
+    if name == "adamw":
+        return torch.optim.AdamW(list(groups), betas=(0.9, 0.95), eps=1e-10, weight_decay=0.0)
+    # eps: a second moment that its code rounds to zero must not make a step of any size
+    return _bitsandbytes().optim.AdamW8bit(list(groups), betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0)
+
+
+def check_optimizer(name: str) -> None:
+    """Raises SutureError when it is not to be had."""
+    if name == "adamw8bit":
+        _bitsandbytes()
+
+
+def _bitsandbytes() -> Any:
+    try:
+        import bitsandbytes
+    except Exception as error:  # ImportError, or what its native library raises
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise SutureError(
+            f"heal: optimizer: adamw8bit needs bitsandbytes, which cannot be imported: {reason}",
+            "pip install bitsandbytes, or use optimizer: adamw",
+        ) from error
+    return bitsandbytes
 
 
 def _order(sequences: int, options: TrainOptions, done: int) -> Iterator[int]:

@@ -23,8 +23,9 @@ from ..lora.compose import Form, base_metadata, compose
 from ..lora.settings import HealSettings
 from .adapter_files import Written, commit_adapter, open_dense, runtime_path
 from .crew import ALONE, Crew
+from .heal_rounding import round_in_loop, rounded_layers
 from .heal_train import hook_factors
-from .heal_whole import Desk, costs_of, linears_of, same_vocabulary, train_whole
+from .heal_whole import Desk, costs_of, linears_of, notes_of, same_vocabulary, train_whole
 from .judge import judge, split, why_not
 from .progress import Progress, Silent
 from .recipe import CalibrationSettings, make_settings
@@ -59,6 +60,8 @@ def heal(
     check_output(output, original.path, overwrite, resume)
     same_vocabulary(source, student)
     linears = linears_of(student.layout, chosen)
+    rounded_layers(student, chosen.rounding)
+    notes = notes_of(chosen)
     limit = getattr(source.hf_config, "max_position_embeddings", None)
     text = text_model(original, source.source.shapes[source.layout.embedding][0], limit)
     told = make_settings(CalibrationSettings, calibration, "calibration")
@@ -73,13 +76,18 @@ def heal(
         "teacher": _hash(original),
         "text": blocks.sha256,
     }
-    progress.say(costs_of(student.source, student.layout, linears, 0, chosen).note)
+    for note in (costs_of(student.source, student.layout, linears, 0, chosen).note, *notes):
+        progress.say(note)
     with open_staging(output, begun, overwrite, resume) as staging:
         desk = Desk(staging, "heal", "heal", progress, _BUDGET, checkpoint.path, crew)
         trained = train_whole(student, source, parts, chosen, linears, (), desk)
         scale = chosen.value("alpha") / chosen.value("r")
         healed = open_dense(model)[1]
-        hook_factors(healed, {module: (f.A, f.B) for module, f in trained.factors.items()}, scale)
+        factors = {module: (f.A, f.B) for module, f in trained.factors.items()}
+        if chosen.rounding is None:
+            hook_factors(healed, factors, scale)
+        else:
+            round_in_loop(healed, chosen.rounding, factors, scale)
         verdict = judge(source, student, healed, parts, progress.track, _BUDGET).describe()
         if not verdict["better"]:
             staging.discard()
@@ -100,13 +108,16 @@ def heal(
             "curve": trained.curve,
         }
         kept = ["to be kept beside its base: merged into a quantized one, most of the change is rounded away"]
+        if chosen.rounding is not None:
+            steps = f"dequantize (where the base is quantized), lora.merge, and rtn with {chosen.rounding.model_dump()}"
+            kept = [f"to be merged, not kept beside its base: it was trained for what {steps} makes of the two"]
         return commit_adapter(
             staging,
             new,
             recipe,
             {"model": checkpoint.source, "original": original.source},
             {linear.name: {"r": chosen.value("r")} for linear in linears},
-            kept if checkpoint.quantization is not None else [],
+            kept if checkpoint.quantization is not None or chosen.rounding is not None else [],
             [receipt],
         )
 

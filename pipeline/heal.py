@@ -21,7 +21,8 @@ from ..lora.settings import HealSettings
 from .derive import changed_in_place
 from .frame import frame_factor
 from .heal_blocks import heal_blocks
-from .heal_whole import STATE_BYTES, Desk, costs_of, linears_of, merged_weight, same_vocabulary, train_whole
+from .heal_rounding import round_in_loop, rounded_layers
+from .heal_whole import STATE_BYTES, Desk, costs_of, linears_of, merged_weight, notes_of, same_vocabulary, train_whole
 from .judge import Split, Verdict, judge, restore_input, split, why_not
 from .step import Prepared, StepResult, StepRun
 from .walk import convert_blocks, copy_blocks, probe_logits
@@ -36,8 +37,10 @@ class HealPlan(Prepared):
 
 def prepare(source: TensorSource, settings: HealSettings) -> HealPlan:
     """Plan the step from names and shapes. Raises SutureError when nothing can be trained."""
-    layout = open_skeleton(source).layout
+    skeleton = open_skeleton(source)
+    layout = skeleton.layout
     linears = linears_of(layout, settings) if settings.method == "lora" else ()
+    rounded_layers(skeleton, settings.rounding)
     trained = [_parameters(layout, index, settings, linears) for index in range(len(layout.blocks))]
     tensors = {layout.places[name].tensor for names in trained for name in names}
     how = f"trained towards the original: {settings.method}"
@@ -79,9 +82,10 @@ def _with_costs(plan: HealPlan, source: TensorSource, settings: HealSettings) ->
             f"heal: trains {most:,} parameters at a time, {STATE_BYTES} bytes each ({STATE_BYTES * most / 1e6:,.0f} MB), "
             f"beside the activations of one sequence in one block; {epochs} passes over the text per block"
         )
-        return replace(plan, notes=(note,), streams=2, forwards=4 + 3 * epochs, working_blocks=4)
+        return replace(plan, notes=(note, *notes_of(settings)), streams=2, forwards=4 + 3 * epochs, working_blocks=4)
     costs = costs_of(source, layout, plan.linears, sum(sizes), settings)
-    return replace(plan, notes=(costs.note,), flops=costs.flops, resident=costs.resident, token_bytes=costs.token_bytes)
+    notes = (costs.note, *notes_of(settings))
+    return replace(plan, notes=notes, flops=costs.flops, resident=costs.resident, token_bytes=costs.token_bytes)
 
 
 def rehearsal(plan: HealPlan, settings: HealSettings) -> tuple[str, HealSettings]:
@@ -107,7 +111,7 @@ def run(work: StepRun, plan: HealPlan, settings: HealSettings) -> StepResult:
         work.progress.say(note)
     heal = heal_blocks if settings.method == "blocks" else heal_whole
     result = heal(work, plan, settings, parts)
-    verdict = _verdict(work, plan, parts)
+    verdict = _verdict(work, plan, settings, parts)
     receipt = {"compared_with": "the original", "text": parts.describe(), "held_out": verdict, **result.receipt}
     if verdict["better"]:
         return replace(result, receipt=receipt | {"kept": "healed"})
@@ -142,7 +146,7 @@ def heal_whole(work: StepRun, plan: HealPlan, settings: HealSettings, parts: Spl
     return replace(result, receipt={**receipt, **result.receipt})
 
 
-def _verdict(work: StepRun, plan: HealPlan, parts: Split) -> dict[str, Any]:
+def _verdict(work: StepRun, plan: HealPlan, settings: HealSettings, parts: Split) -> dict[str, Any]:
     """Found once, and journalled before anything is replaced for it."""
     entry = work.staging.find(step=work.key, unit="judged")
     if entry is None:
@@ -151,6 +155,9 @@ def _verdict(work: StepRun, plan: HealPlan, parts: Split) -> dict[str, Any]:
         original, before, healed = (
             open_skeleton(source, device=work.device) for source in (work.original, work.checkpoint, written)
         )
+        for skeleton in (before, healed):  # judged as the next step will leave them
+            if settings.rounding is not None:
+                round_in_loop(skeleton, settings.rounding)
         found: Verdict = judge(original, before, healed, parts, work.progress.track, work.budget)
         entry = {"step": work.key, "unit": "judged", "verdict": found.describe()}
         work.staging.record(entry)

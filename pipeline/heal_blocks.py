@@ -14,6 +14,7 @@ from ..lora.settings import HealSettings
 from ..quant.scheme import STORAGE
 from ..surgery.heal import HealOptions, heal_block
 from .frame import frame_factor
+from .heal_train import arithmetic
 from .judge import Split
 from .step import StepResult, StepRun
 from .walk import convert_blocks
@@ -37,7 +38,8 @@ def heal_blocks(work: StepRun, plan: HealPlan, settings: HealSettings, parts: Sp
         dtypes = {name: STORAGE[after.source.dtypes[places[prefix + name].tensor]] for name in names}
 
         def forward(changed: Mapping[str, Tensor], window: Window) -> Tensor:
-            return after.block_forward(index, window[0].to(after.device), changed, window[1])
+            with arithmetic(settings, after.device):
+                return after.block_forward(index, window[0].to(after.device), changed, window[1]).float()
 
         targets = [hidden for hidden, _ in teacher.windows()]
         fitted = heal_block(

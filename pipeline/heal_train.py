@@ -23,6 +23,7 @@ from ..lora.settings import HealSettings
 from ..lora.train import Team, TrainOptions, train
 from ..quant.decode import dense_view
 from .crew import Crew
+from .heal_rounding import round_in_loop
 from .judge import Split
 
 _NOTHING = 1e-7  # nats per token: a divergence that float32 sums leave between equal models
@@ -65,8 +66,14 @@ def options_of(settings: HealSettings, length: int) -> TrainOptions:
         warmup=settings.value("warmup"),
         checkpoint=settings.value("checkpoint"),
         seed=settings.seed,
+        optimizer=settings.value("optimizer"),
         nothing=_NOTHING,
     )
+
+
+def arithmetic(settings: HealSettings, device: torch.device) -> torch.autocast:
+    """In which a forward that is trained on computes; one that only measures stays in float32."""
+    return torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16" and torch.is_grad_enabled())
 
 
 def help_training(job: Job, crew: Crew) -> None:
@@ -93,17 +100,22 @@ def train_job(
     student.load_head()
     factors = new_factors(student, settings, job.linears) if settings.method == "lora" else {}
     groups = _groups(student, settings, factors, job.names)
-    handles = hook_factors(student, factors, settings.value("alpha") / settings.value("r") if factors else 0.0)
+    scale = settings.value("alpha") / settings.value("r") if factors else 0.0
+    if settings.rounding is None:
+        handles: list[Any] = hook_factors(student, factors, scale)
+    else:
+        handles = list(round_in_loop(student, settings.rounding, factors, scale))
     keep = torch.arange(length)
 
     def logits(sequence: int) -> Tensor:
         hidden, at = student.embed(ids[sequence], positions[sequence]), positions[sequence]
-        for index in range(student.n_blocks):
-            if settings.value("recompute") and torch.is_grad_enabled():
-                hidden = checkpoint(student.block_forward, index, hidden, None, at, use_reentrant=False)
-            else:
-                hidden = student.block_forward(index, hidden, positions=at)
-        return student.head_forward(hidden, keep)
+        with arithmetic(settings, student.device):
+            for index in range(student.n_blocks):
+                if settings.value("recompute") and torch.is_grad_enabled():
+                    hidden = checkpoint(student.block_forward, index, hidden, None, at, use_reentrant=False)
+                else:
+                    hidden = student.block_forward(index, hidden, positions=at)
+            return student.head_forward(hidden, keep)
 
     def divergence(sequence: int, found: Tensor) -> Tensor:
         of_teacher = (torch.from_numpy(np.array(part[sequence])).to(student.device) for part in targets)

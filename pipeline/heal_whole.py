@@ -26,6 +26,7 @@ from ..checkpoint.staging import Staging, write_whole
 from ..lora.compose import Factors
 from ..lora.distill import top_k
 from ..lora.settings import HealSettings
+from ..lora.train import check_optimizer
 from ..quant.block import weight_of
 from ..quant.targets import select
 from .crew import ALONE, Crew
@@ -34,6 +35,7 @@ from .judge import Split
 from .progress import Progress
 
 STATE_BYTES = 16  # per trained parameter: weight, gradient and Adam's two moments in float32
+_STATE_BYTES = {"adamw": STATE_BYTES, "adamw8bit": 10}  # with moments of one byte
 
 
 @dataclass(frozen=True)
@@ -90,15 +92,29 @@ def costs_of(
     kept = max(blocks) + len(blocks) * width if again else sum(blocks)
     per_token = 4 * (kept + 3 * rows)  # what the backward pass waits for, and the logits three times
     # multiply-adds of forward, of the backward pass for inputs, and with full weights of that for weights
+    state = _STATE_BYTES[settings.value("optimizer")]
     passes = (4 if r else 6) + (2 if again else 0)
     note = (
-        f"heal: trains {trained:,} parameters, {STATE_BYTES} bytes each ({STATE_BYTES * trained / 1e6:,.0f} MB), on about "
+        f"heal: trains {trained:,} parameters, {state} bytes each ({state * trained / 1e6:,.0f} MB), on about "
         f"{tokens:,} tokens, with the whole model in float32 in memory ({weights / 1e6:,.0f} MB) and activations of "
         f"about {per_token / 1e3:,.0f} kB per token of one sequence"
     )
-    return Costs(
-        note, weights + STATE_BYTES * trained, per_token, passes * tokens * sum(x.numel for x in layout.linears)
-    )
+    return Costs(note, weights + state * trained, per_token, passes * tokens * sum(x.numel for x in layout.linears))
+
+
+def notes_of(settings: HealSettings) -> tuple[str, ...]:
+    """What to know of this machine before. Raises SutureError for an optimizer that is not to be had."""
+    if settings.method != "blocks":
+        check_optimizer(settings.value("optimizer"))
+    if settings.precision == "bf16" and not torch.cuda.is_available() and not has_bf16():
+        return ("heal: precision: bf16: this processor has no bf16 arithmetic, so training is slower than in float32",)
+    return ()
+
+
+def has_bf16() -> bool:
+    """Whether the processor multiplies bf16 numbers itself."""
+    checks = (getattr(torch.cpu, f"_is_{name}_supported", None) for name in ("avx512_bf16", "amx_tile"))
+    return any(bool(check()) for check in checks if check is not None)
 
 
 def same_vocabulary(teacher: Skeleton, student: Skeleton) -> None:

@@ -98,6 +98,10 @@ def make_plan(
     """Raises SutureError for everything that can be refused now. Reads no weights, writes nothing."""
     resolved = recipe.resolved_steps()
     _check_order([name for name, _ in resolved])
+    for (name, settings), following in zip(resolved, [*resolved[1:], None], strict=True):
+        check = STEPS[name].check_next
+        if check is not None:
+            check(settings, following)
     needy = [name for name, settings in resolved if STEPS[name].needs_text(settings)]
     if needy and recipe.calibration is None:
         raise SutureError(f"calibration: missing, but {needy[0]} needs text", "add calibration: {data: builtin:novels}")

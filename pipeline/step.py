@@ -123,6 +123,8 @@ class StepKind:
     large, and refuse all that can be refused; shapes may only depend on it in the last step."""
     check_text: Callable[[Any, TokenBlocks], None] | None = None
     """For a step that trains: (settings, text) -> refuses text that cannot be divided, before the hours."""
+    check_next: Callable[[Any, tuple[str, BaseModel] | None], None] | None = None
+    """For a step that prepares the one after it: (settings, that one's name and settings, or None) -> refuses others."""
     on_answers: Callable[[Any], bool] = lambda settings: False  # whether it asks which tokens the assistant wrote
     reads_quantized: bool = False  # it takes a quantized checkpoint, of any format that suture reads
 

@@ -54,6 +54,7 @@ from . import (
     vocabulary,
 )
 from . import bitsandbytes as bnb
+from .heal_rounding import check_next
 from .step import StepKind, always, never
 
 STEPS: dict[str, StepKind] = {
@@ -80,6 +81,7 @@ STEPS: dict[str, StepKind] = {
         heal.run,
         heal.rehearsal,
         check_text=heal.check_text,
+        check_next=check_next,
         on_answers=lambda settings: settings.on_answers,
     ),
     "rtn": StepKind(RTNSettings, "round to nearest", never, True, quantize.prepare, quantize.run, quantize.rehearsal),

@@ -225,6 +225,43 @@ def heatmap(title: str, cells: Mapping[tuple[str, int], float], across: str = "b
     return svg(title, f"from {number_text(ends[0])} to {number_text(ends[1])}", legend + 16, parts)
 
 
+def progress(title: str, lines: Sequence[tuple[str, Sequence[tuple[float, float]]]], across: str, up: str) -> str:
+    """Labelled lines of (place, value) on a linear axis from zero, every point a mark; the key stands above them."""
+    points = [point for _, line in lines for point in line]
+    highest, last = max(y for _, y in points), max(x for x, _ in points)
+    left, top, bottom = 52, 30, 180
+    scale = _Scale(0, last or 1, left, _RIGHT)
+    step = _nice((highest or 1) / 4)
+    ticks = [k * step for k in range(math.ceil((highest or 1) / step) + 1)]
+    rise = _Scale(0, ticks[-1], bottom, top)
+    parts = []
+    for tick in ticks:
+        parts.append(f'<line class="grid" x1="{left}" x2="{_RIGHT}" y1="{rise(tick):.1f}" y2="{rise(tick):.1f}"/>')
+        parts.append(_text(left - 4, rise(tick) + 4, number_text(tick, 3), "end soft"))
+    for i, (label, line) in enumerate(lines):
+        x = _LEFT + 192 * i
+        parts.append(f'<line class="line line-{i} dash-{i}" x1="{x}" x2="{x + 20}" y1="8" y2="8"/>')
+        parts.append(_text(x + 25, 12, label, width=26))
+        path = " ".join(f"{scale(a):.1f},{rise(b):.1f}" for a, b in line)
+        parts.append(f'<polyline class="line line-{i} dash-{i}" points="{path}"/>')
+        parts += [
+            f'<circle class="line line-{i}" cx="{scale(a):.1f}" cy="{rise(b):.1f}" r="2.5">'
+            f"<title>{escape(label)}, {across} {a:g}: {number_text(b)}</title></circle>"
+            for a, b in line
+        ]
+    across_ticks = sorted({round(last * k / 4) for k in range(5)})
+    parts += _axis(scale, bottom, across_ticks, lambda t: f"{t:g}")
+    parts.append(_text((left + _RIGHT) / 2, bottom + 36, across, "middle soft"))
+    described = "; ".join(f"{label}: {number_text(line[0][1])} to {number_text(line[-1][1])}" for label, line in lines)
+    return svg(title, f"{up}, against {across}. {described}", bottom + 44, parts)
+
+
+def _nice(size: float) -> float:
+    """The next of 1, 2, 5 times a power of ten."""
+    power = 10 ** math.floor(math.log10(size))
+    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= size * (1 - 1e-9))
+
+
 def curves(title: str, lines: Sequence[Curve], across: str, up: str) -> str:
     """Positive values on a logarithmic axis; colours and dashes tell the lines apart, the key stands above them."""
     logs = [math.log10(v) for line in lines for v in line.values if v > 0]

@@ -26,6 +26,7 @@ from ..checkpoint.staging import write_whole
 from .clusters import ClusterMean, Paired, Perplexity, paired
 from .fidelity import summarize
 from .figures import figure_text, interval_text, number_text
+from .healing import healing_section
 from .layers import layer_lines, layers_section
 from .page import metric, render
 from .pairs import holm
@@ -131,6 +132,7 @@ def make_report(
         "cost": None if cost is None else dict(cost),
         "sizes": _sizes(base, candidate, modules, parameters),
         "layers": layers_section(modules, receipts),
+        "healing": healing_section(steps, receipts),
         "kv_cache": None if kv_cache is None else {when: dict(size) for when, size in kv_cache.items()},
         "warnings": list(dict.fromkeys([*(warning for row in rows for warning in row.pop("warnings")), *warnings])),
     }

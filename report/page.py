@@ -12,6 +12,7 @@ from typing import Any
 
 from .charts import Estimate, bars, forest, histogram, pareto
 from .figures import bytes_text, figure_text, finite, interval_text, number_text
+from .healing import healing_view
 from .layers import layers_view
 
 Content = Mapping[str, Any]
@@ -99,6 +100,7 @@ def _candidate(content: Content, name: str, latency: Content | None, number: int
         "cost": _cost(content.get("cost"), number),
         "latency": None if latency is None else _latency(latency, number),
         "layers": layers_view(content["layers"]),
+        "healing": healing_view(content.get("healing", [])),
         "calibration": content["calibration"],
         "warnings": content["warnings"],
         "method": ratio["method"],
