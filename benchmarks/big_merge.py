@@ -18,68 +18,7 @@ import time
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-
-HIDDEN, INNER, VOCABULARY = 4096, 11008, 32000
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": HIDDEN,
-    "intermediate_size": INNER,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 32,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 4096,
-    "rms_norm_eps": 1e-5,
-    "tie_word_embeddings": False,
-    "dtype": "bfloat16",
-}
-LINEARS = {
-    **{f"self_attn.{x}_proj": (HIDDEN, HIDDEN) for x in "qkvo"},
-    "mlp.gate_proj": (INNER, HIDDEN),
-    "mlp.up_proj": (INNER, HIDDEN),
-    "mlp.down_proj": (HIDDEN, INNER),
-}
-
-
-def write_model(directory, blocks):
-    """Random weights of standard deviation 0.02, from one pool of numbers: the bytes do not matter, their number does."""
-    from suture.checkpoint.writer import ShardWriter, TensorSpec, plan_shards
-
-    specs = [TensorSpec("model.embed_tokens.weight", "BF16", (VOCABULARY, HIDDEN))]
-    for block in range(blocks):
-        for name, shape in LINEARS.items():
-            specs.append(TensorSpec(f"model.layers.{block}.{name}.weight", "BF16", shape))
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            specs.append(TensorSpec(f"model.layers.{block}.{norm}.weight", "BF16", (HIDDEN,)))
-    specs += [
-        TensorSpec("model.norm.weight", "BF16", (HIDDEN,)),
-        TensorSpec("lm_head.weight", "BF16", (VOCABULARY, HIDDEN)),
-    ]
-    generator = torch.Generator().manual_seed(0)
-    pool = (0.02 * torch.randn(VOCABULARY * HIDDEN, generator=generator)).to(torch.bfloat16)
-    with ShardWriter(directory, plan_shards(specs)) as writer:
-        for number, spec in enumerate(specs):
-            size = torch.Size(spec.shape).numel()
-            start = (number * 104729) % (pool.numel() - size + 1)
-            writer.write(spec.name, pool[start : start + size].reshape(spec.shape))
-        writer.sync()
-    (directory / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": blocks}))
-
-
-def write_adapter(directory, blocks, r=16):
-    directory.mkdir()
-    generator = torch.Generator().manual_seed(1)
-    tensors = {}
-    for block in range(blocks):
-        for name, (out, inner) in LINEARS.items():
-            path = f"base_model.model.model.layers.{block}.{name}"
-            tensors[f"{path}.lora_A.weight"] = torch.randn(r, inner, generator=generator) / inner**0.5
-            tensors[f"{path}.lora_B.weight"] = 0.01 * torch.randn(out, r, generator=generator)
-    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
-    targets = sorted(name.rpartition(".")[2] for name in LINEARS)
-    config = {"peft_type": "LORA", "r": r, "lora_alpha": 2 * r, "target_modules": targets}
-    (directory / "adapter_config.json").write_text(json.dumps(config))
+from random_llama import shape, write_adapter, write_model
 
 
 def peak_memory():
@@ -147,9 +86,9 @@ def main():
         return
     arguments.work.mkdir(parents=True)
     try:
-        model.mkdir()
-        write_model(model, arguments.blocks)
-        write_adapter(adapter, arguments.blocks)
+        config = shape(4096, 11008, arguments.blocks, 32000, 32)
+        write_model(model, config)
+        write_adapter(adapter, config)
         nbytes = sum(file.stat().st_size for file in model.glob("*.safetensors"))
         command = [sys.executable, __file__, str(arguments.work), "--merge-only"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

@@ -12,8 +12,7 @@ that would pass the memory budget, `paused=False` re-runs instead, with the same
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import gc
+import mmap
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -34,6 +33,7 @@ from .skeleton import Skeleton
 Window = tuple[
     Tensor, Tensor | None
 ]  # hidden states [1, T, hidden], and their positions [1, T] where pieces are isolated
+_PIECE = 64 << 20  # bytes of hidden states written or read at once
 
 
 @dataclass
@@ -44,6 +44,7 @@ class Stream:
     hidden: list[Tensor]  # each [B, T, hidden], views of `buffer`
     buffer: Tensor
     positions: list[Tensor | None]  # each [B, T] int64, starting again at isolated pieces; None: nothing is isolated
+    mapped: mmap.mmap | None = None  # the file behind `buffer`
     saving: Future[None] | None = None  # must be over before the hidden states may change
 
     @classmethod
@@ -78,12 +79,14 @@ class Stream:
                 spill.open("wb") as file,
             ):  # reserved: a mapped page without disk would end the process
                 reserve(file.fileno(), total * skeleton.dtype.itemsize, spill.parent)
-            buffer = torch.from_file(str(spill), shared=True, size=total, dtype=skeleton.dtype)
+            with spill.open("r+b") as file:
+                mapped = mmap.mmap(file.fileno(), total * skeleton.dtype.itemsize)
+            buffer = torch.frombuffer(mapped, dtype=skeleton.dtype)
         else:
-            buffer = torch.empty(total, dtype=skeleton.dtype)
+            mapped, buffer = None, torch.empty(total, dtype=skeleton.dtype)
         views = buffer.split(sizes)
         hidden = [view.view(*batch.shape, width) for view, batch in zip(views, ids, strict=True)]
-        return cls(list(ids), hidden, buffer, list(positions or [None] * len(hidden)))
+        return cls(list(ids), hidden, buffer, list(positions or [None] * len(hidden)), mapped)
 
     def embed(self, skeleton: Skeleton) -> None:
         """Make the hidden states those that reach `skeleton`'s first block."""
@@ -112,11 +115,20 @@ class Stream:
             self.saving.result()
             self.saving = None
         self.hidden[batch].copy_(out)
+        self.let_go()
+
+    def let_go(self) -> None:
+        """Hand mapped pages back to the system, which keeps what is in them and brings it again when it is read."""
+        if self.mapped is not None and hasattr(self.mapped, "madvise"):
+            self.mapped.madvise(mmap.MADV_DONTNEED)
 
     def save(self, path: Path) -> None:
         """Write the hidden states, and return once they are on disk."""
+        content = self._bytes()
         with disk_errors(path), path.open("wb") as file:
-            file.write(self._bytes())
+            for start in range(0, len(content), _PIECE):
+                file.write(content[start : start + _PIECE])
+                self.let_go()
             file.flush()
             os.fsync(file.fileno())
 
@@ -128,15 +140,11 @@ class Stream:
         size = self.buffer.numel() * self.buffer.element_size()
         if not path.exists() or path.stat().st_size != size:
             raise SutureError(f"{path}: the saved hidden states are not {size} bytes", "start again with --overwrite")
+        content = self._bytes()
         with path.open("rb") as file:
-            file.readinto(self._bytes())
-
-
-def release_memory() -> None:
-    """Give memory that was freed in pieces back to the system, where the C library can (glibc; Windows has none to ask)."""
-    gc.collect()
-    with contextlib.suppress(AttributeError, OSError, TypeError):
-        ctypes.CDLL(None).malloc_trim(0)
+            for start in range(0, len(content), _PIECE):
+                file.readinto(content[start : start + _PIECE])
+                self.let_go()
 
 
 def run_block(skeleton: Skeleton, index: int, stream: Stream) -> None:

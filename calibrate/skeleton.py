@@ -25,8 +25,9 @@ from torch.func import functional_call
 from ..checkpoint.errors import SutureError
 from ..checkpoint.families import Family, family_of
 from ..checkpoint.layout import ModelLayout, Place, resolve_layout, text_config
-from ..checkpoint.source import TensorSource
+from ..checkpoint.source import ReadsAhead, TensorSource
 from .experts import UnfusedExperts
+from .memory import trim_memory
 from .product import through_onednn
 
 
@@ -111,13 +112,19 @@ class Skeleton:
     # -- weights in and out ------------------------------------------------------------------------------------------
 
     def load_block(self, index: int) -> nn.Module:
-        """Read block `index` from the source. Raises SutureError naming a tensor that holds NaN or inf."""
+        """Read block `index` from the source. Raises SutureError naming a tensor that holds NaN or inf.
+
+        The system is told that the next block will be read: it does so while this one computes.
+        """
         self._fill(self.layout.block_tensors(index))
+        if isinstance(self.source, ReadsAhead) and index + 1 < self.n_blocks:
+            self.source.expect(place.tensor for place in self.layout.block_tensors(index + 1).values())
         return self.block(index)
 
     def free_block(self, index: int) -> None:
         for name in self.layout.block_tensors(index):
             self._put(name, None)
+        trim_memory()
 
     def block_parameters(self, index: int) -> dict[str, Tensor]:
         """The loaded block's parameters by module name."""

@@ -82,9 +82,22 @@ class SecondMoment:
     def hessian(self) -> Tensor:
         """H [in, in], symmetric; zeros when no token was seen."""
         self._sum(self.waiting.rest())
-        whole = self.total.triu()
-        whole.add_(self.total.triu(1).T)
-        return whole.div_(max(self.tokens, 1))
+        return _symmetric(self.total.triu()).div_(max(self.tokens, 1))
+
+    def into_hessian(self) -> Tensor:
+        """`hessian`, in the place of the sum: nothing can be added or asked any more."""
+        self._sum(self.waiting.rest())
+        return _symmetric(self.total.triu_()).div_(max(self.tokens, 1))
+
+
+def _symmetric(upper: Tensor) -> Tensor:
+    """An upper triangular matrix with its triangle mirrored, in place."""
+    for start in range(0, len(upper), _PANEL):
+        end = start + _PANEL
+        corner = upper[start:end, start:end]
+        corner.add_(corner.triu(1).T)
+        upper[end:, start:end] = upper[start:end, end:].T
+    return upper
 
 
 @dataclass

@@ -101,10 +101,16 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
         raise SutureError(f"{path} has no tokenizer (none of {', '.join(VOCABULARY_FILES)})", hint)
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # OSError, ValueError, JSONDecodeError, ImportError or a plain Exception from Rust
+        found = tokenizer.encode("a", add_special_tokens=False)
+        prefix_id(tokenizer)
+    except (
+        BaseException
+    ) as error:  # OSError, ValueError, TypeError, ImportError, a plain Exception or a panic from Rust
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
         reason = (str(error).strip().splitlines() or [""])[0]
         raise SutureError(f"the tokenizer in {path} does not load: {type(error).__name__}: {reason}", hint) from error
-    if not tokenizer.encode("a", add_special_tokens=False):
+    if not found:
         raise SutureError(f"the tokenizer in {path} gives no token for 'a': its vocabulary is missing", hint)
     return tokenizer
 

@@ -5,9 +5,11 @@ Whatever a system has is used; the branches for what it lacks are tested by taki
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -60,6 +62,19 @@ def write_at(fd: int, raw: bytes | bytearray | memoryview, offset: int) -> None:
         view, offset = view[done:], offset + done
 
 
+def read_soon(path: Path, ranges: Iterable[tuple[int, int]]) -> None:
+    """Have the system read (start, bytes) ranges of a file into its cache, if it takes such advice; does not wait."""
+    if not hasattr(os, "posix_fadvise"):
+        return
+    with contextlib.suppress(OSError):  # whoever reads will say what is wrong
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            for start, nbytes in ranges:
+                os.posix_fadvise(fd, start, nbytes, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(fd)
+
+
 def sync_file(path: Path) -> None:
     """Return once a file's bytes are on disk."""
     fd = os.open(path, (os.O_RDWR if os.name == "nt" else os.O_RDONLY) | _BINARY)  # Windows syncs what it may write
@@ -78,6 +93,15 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def disk_used(directory: Path) -> int:
+    """Bytes of the files below a directory; one that goes away meanwhile does not count."""
+    total = 0
+    for file in directory.rglob("*"):
+        with contextlib.suppress(FileNotFoundError):
+            total += file.stat().st_size if file.is_file() and not file.is_symlink() else 0
+    return total
 
 
 def link_or_copy(file: Path, link: Path) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .disk import read_soon
 from .errors import SutureError, did_you_mean
 from .header import DTYPES, TensorInfo, code_of, read_range, read_ranges, torch_dtype_of
 from .index import TORCH_BIN, Located, allowed_roots, locate_tensors, match_index, refuse_adapter, refuse_escape
@@ -98,6 +99,16 @@ class Checkpoint:
         if info.start < 0:
             return _to_bytes(self.bin_tensors[name])
         return read_range(info.file, info.start, info.nbytes)
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Let the system read these tensors from the disk meanwhile, where it can (Linux); nothing waits."""
+        by_file: dict[Path, list[TensorInfo]] = {}
+        for name in dict.fromkeys(names):
+            info = self.info(name)
+            if info.start >= 0:
+                by_file.setdefault(info.file, []).append(info)
+        for file, infos in by_file.items():
+            read_soon(file, [(info.start, info.nbytes) for info in infos])
 
     def read_rows(self, name: str, rows: Iterable[int] | torch.Tensor) -> torch.Tensor:
         """Some rows of a matrix, the others unread.

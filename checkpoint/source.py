@@ -54,6 +54,15 @@ class SideFiles(Protocol):
         ...
 
 
+@runtime_checkable
+class ReadsAhead(Protocol):
+    """A source that can have the system bring tensors from the disk before they are read."""
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Tensors that will be read soon; nothing waits, and nothing is held."""
+        ...
+
+
 def side_file(source: TensorSource, name: str) -> bytes | None:
     """A file that travels with the source's tensors; None when there is none, or the source knows of none."""
     return source.side(name) if isinstance(source, SideFiles) else None
@@ -125,6 +134,11 @@ class OverlaySource(_OfPlan):
             if self.shapes.get(name) != tuple(tensor.shape):
                 raise SutureError(f"{name}: {list(tensor.shape)} was made, {self.shapes.get(name)} was planned")
             self._new[name] = tensor
+
+    def expect(self, names: Iterable[str]) -> None:
+        if isinstance(self.base, ReadsAhead):
+            shapes = self.base.shapes
+            self.base.expect(name for name in names if name not in self._new and name in shapes)
 
     def forget(self, names: Iterable[str]) -> None:
         for name in names:

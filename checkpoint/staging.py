@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import IO, Any
 
-from .disk import sync_directory, sync_file, take_lock
+from .disk import disk_used, sync_directory, sync_file, take_lock
 from .errors import SutureError
 from .writer import DISK_FULL, disk_errors
 
@@ -31,7 +31,13 @@ class Staging:
         self.model = self.partial / "model"
         self.work = self.partial / "work"
         self.done = done  # the journal's entries after the fingerprint, of earlier runs and of this one
+        self.most = 0  # bytes of the files here at most, as far as `measured` was asked
         self._lock = lock
+
+    def measured(self) -> int:
+        """Bytes of the files here now; the most there ever were when it was asked or a unit recorded."""
+        self.most = max(self.most, disk_used(self.partial))
+        return self.most
 
     def record(self, entry: Mapping[str, Any]) -> None:
         """Append one entry to the journal; returns once it is on disk."""
@@ -40,6 +46,7 @@ class Staging:
             file.flush()
             os.fsync(file.fileno())
         self.done.append(dict(entry))
+        self.measured()
 
     def find(self, **keys: Any) -> dict[str, Any] | None:
         """The journal's last entry whose fields equal `keys`."""
@@ -109,6 +116,21 @@ def check_output(output: Path, source: Path, overwrite: bool, resume: bool) -> N
             f"output: {partial_of(output)} holds an unfinished run",
             "--resume goes on with it, --overwrite starts again",
         )
+
+
+def clean_committed(output: Path) -> None:
+    """Remove what a run left that was killed after it had named its output and before it had cleaned up."""
+    partial = partial_of(output)
+    if not (output / "suture.json").is_file() or not partial.is_dir() or (partial / "model").exists():
+        return
+    work = partial / "work"
+    if work.is_dir():
+        with (work / "lock").open("a", encoding="utf-8") as lock:
+            try:
+                take_lock(lock)
+            except OSError:
+                return  # a run that has only begun
+    shutil.rmtree(partial, ignore_errors=True)
 
 
 def open_staging(output: Path, fingerprint: Mapping[str, str], overwrite: bool, resume: bool) -> Staging:

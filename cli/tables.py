@@ -102,9 +102,20 @@ def run_facts(run: Run) -> dict[str, Any]:
         "output": str(run.output.absolute()),
         "bytes": {"before": run.plan.checkpoint.nbytes, "after": run.plan.steps[-1].shards.nbytes},
         "seconds": {part: round(seconds, 3) for part, seconds in run.seconds.items()},
+        "memory": run.memory,
+        "disk": run.disk,
+        "predicted": run.predicted,
         **{key: run.manifest[key] for key in ("verification", "receipts", "fallbacks", "modules", "kv_cache")},
         "report": run.report.content if run.report is not None else None,
     }
+
+
+def _beside_predicted(run: Run) -> str:
+    """What the run took at most, and what `suture plan` had predicted."""
+    memory = f"{megabytes(max(run.memory.values()))} of memory (predicted {megabytes(run.plan.estimate.peak_memory)})"
+    disk = f"{megabytes(run.disk)} of disk ({megabytes(run.plan.estimate.disk)})"
+    steps = f"{_seconds(run.seconds['steps'])} for the steps ({_seconds(run.plan.estimate.seconds)})"
+    return f"{memory}, {disk}, {steps}"
 
 
 def print_run(run: Run) -> None:
@@ -131,6 +142,7 @@ def print_run(run: Run) -> None:
         ),
         *([("KV cache", kv_cache(run.manifest["kv_cache"]))] if run.manifest["kv_cache"] else []),
         ("time", ", ".join(f"{part} {_seconds(seconds)}" for part, seconds in run.seconds.items())),
+        ("took", _beside_predicted(run)),
         ("output", str(run.output)),
         (
             "verified",

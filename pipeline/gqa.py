@@ -30,7 +30,7 @@ from ..surgery.heads import (
 from .derive import changed_in_place
 from .refit import Toward, adds_outputs, refit_block
 from .step import Prepared, StepResult, StepRun
-from .walk import convert_blocks
+from .walk import CONVERTING, convert_blocks
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,7 @@ def prepare(source: TensorSource, settings: GQASettings) -> GQAPlan:
         accounts=accounts,
         notes=_notes(counts, qk_norm, settings),
         n_blocks=len(layout.blocks),
+        working_blocks=CONVERTING,
         layout=layout,
         counts=counts,
         qk_norm=qk_norm,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from ..calibrate.replay import release_memory
+from ..calibrate.memory import release_memory
 from ..calibrate.skeleton import Skeleton, open_skeleton
 from ..checkpoint.layout import Linear
 from ..checkpoint.reader import open_checkpoint

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibrate.replay import Stream, release_memory, run_block
+from ..calibrate.memory import release_memory
+from ..calibrate.replay import Stream, run_block
 from ..calibrate.skeleton import Skeleton, finite, open_layout, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import Account, to_json
@@ -39,7 +40,7 @@ from ..surgery.untie import head_to_add, untied_config
 from .progress import Progress
 from .qlora import AsTrained, merge_base, survival
 from .step import Prepared, StepResult, StepRun
-from .walk import advance_probe, check_exact
+from .walk import advance_probe, check_exact, distance
 
 _SYNC = 1 << 29  # bytes between two entries of the journal
 
@@ -420,12 +421,8 @@ def _self_check(
     merged = _probe_logits(work, open_skeleton(exact, device=work.device), n_blocks, None)
     stored = _probe_logits(work, open_skeleton(written, device=work.device), n_blocks, None)
     same = check_exact(f"{work.label}: merging", unmerged, merged)
-    log_p, log_q = merged.double().log_softmax(-1), stored.double().log_softmax(-1)
-    kl = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
-    rounded = {
-        "max_logit_difference": _short(float((merged - stored).abs().max())),
-        "kl": _short(max(kl, 0.0)),
-    }
+    found = distance(merged, stored)
+    rounded = {key: found[key] for key in ("max_logit_difference", "kl")}
     return {"unmerged_against_merged": same | {"blocks": n_blocks}, "merged_against_stored": rounded}, stored
 
 

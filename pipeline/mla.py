@@ -38,7 +38,7 @@ from ..surgery.mla import (
 from ..surgery.partial_rope import Fold, slot_frequencies
 from ..surgery.portability import portability, refuse_unrepresentable
 from .step import Prepared, StepResult, StepRun
-from .walk import convert_blocks
+from .walk import CONVERTING, convert_blocks
 
 _CODES = {"float32": "F32", "bfloat16": "BF16"}
 _NAMES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
@@ -90,6 +90,7 @@ def prepare(source: TensorSource, settings: MLASettings) -> MLAPlan:
         accounts=accounts,
         notes=_notes(source, settings, sizes, dtype),
         n_blocks=len(layout.blocks),
+        working_blocks=CONVERTING,
         portability=tuple(portability(hf, layout, config, dtype)),
         layout=layout,
         sizes=sizes,

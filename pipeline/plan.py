@@ -6,15 +6,12 @@ block through rounding, packing, writing and reloading.
 
 from __future__ import annotations
 
-import shutil
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 import torch
 from pydantic import BaseModel
 
@@ -22,12 +19,13 @@ from ..calibrate.skeleton import Skeleton, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.source import TensorSource
-from ..checkpoint.staging import check_output, partial_of
-from ..checkpoint.writer import ShardPlan, plan_shards
+from ..checkpoint.staging import check_output
+from ..checkpoint.writer import plan_shards
 from ..quant.decode import dense_view
+from .estimate import Estimate, estimated
 from .generation_runs import GenerationPlan, plan_generation, refuse_models_beyond_memory
 from .recipe import Recipe
-from .step import Prepared, StepKind, planned_output
+from .step import PlannedStep, planned_output
 from .steps import STEPS
 from .task_runs import TaskPlan, plan_tasks
 from .texts import (
@@ -41,29 +39,7 @@ from .texts import (
     text_model,
 )
 
-_PROCESS_BYTES = 450 << 20  # Python, torch and transformers themselves
 _BATCH_TOKENS = 1024  # per forward: their activations stay near the processor, and products are no slower
-
-
-@dataclass(frozen=True)
-class PlannedStep:
-    name: str
-    settings: BaseModel
-    kind: StepKind
-    prepared: Prepared
-    shards: ShardPlan
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """Predicted needs. Bytes and seconds; seconds are for the steps' arithmetic, reports not counted."""
-
-    peak_memory: int
-    disk: int
-    seconds: float
-    paused: bool  # a block's forward can wait at its stages within the memory at hand
-    available_memory: int
-    available_disk: int
 
 
 @dataclass(frozen=True)
@@ -81,7 +57,7 @@ class Plan:
     batch: int
     estimate: Estimate
     warnings: tuple[str, ...]
-    verify_blocks: int = 0  # blocks that verification reloads
+    verify_blocks: int  # blocks that verification reloads
 
     @property
     def evaluation(self) -> Evaluation | None:
@@ -141,10 +117,10 @@ def make_plan(
         refuse_models_beyond_memory([skeleton])
     chosen = choose_device(device)
     batch = max(1, _BATCH_TOKENS // calibration.blocks.ids.shape[1]) if calibration else 1
-    estimate = _estimate(recipe, checkpoint, skeleton, steps, calibration, batch)
+    estimate = estimated(recipe, skeleton, steps, calibration, evaluations, batch)
     warnings = [*checkpoint.notes, *(note for step in steps for note in step.prepared.notes)]
     warnings += _warnings(recipe, skeleton, steps, calibration, evaluations, needy, estimate)
-    plan = Plan(
+    return Plan(
         recipe=recipe,
         checkpoint=checkpoint,
         skeleton=skeleton,
@@ -158,8 +134,8 @@ def make_plan(
         batch=batch,
         estimate=estimate,
         warnings=tuple(dict.fromkeys(warnings)),
+        verify_blocks=estimate.verify_blocks,
     )
-    return replace(plan, verify_blocks=_verify_blocks(plan))
 
 
 def choose_device(name: str) -> torch.device:
@@ -289,84 +265,6 @@ def _warnings(
     return warnings
 
 
-def _estimate(
-    recipe: Recipe,
-    checkpoint: Checkpoint,
-    skeleton: Skeleton,
-    steps: tuple[PlannedStep, ...],
-    calibration: Calibration | None,
-    batch: int,
-) -> Estimate:
-    available = psutil.virtual_memory().available
-    output = Path(recipe.output)
-    where = next(parent for parent in [output, *output.resolve().parents] if parent.exists())
-    layout, shapes = skeleton.layout, skeleton.source.shapes
-    block = max(
-        sum(_numel(shapes[place.tensor]) for place in layout.block_tensors(i).values())
-        for i in range(skeleton.n_blocks)
-    )
-    head = 4 * _numel(shapes[layout.embedding])
-    largest = max((_numel(shape) for shape in shapes.values()), default=0)
-    resident = 4 * block * (1 + max(step.prepared.working_blocks for step in steps)) + max(2 * largest, head)
-    tokens = calibration.blocks.ids.size if calibration else 0
-    length = calibration.blocks.ids.shape[1] if calibration else 0
-    resident += max(step.prepared.resident + length * step.prepared.token_bytes for step in steps)
-    width = int(skeleton.hf_config.hidden_size)
-    streams = max(step.prepared.streams for step in steps)
-    hidden = 4 * tokens * width * streams
-    inputs = max(linear.in_features for linear in layout.linears)
-    waiting = 4 * tokens * (3 * width + max(inputs, 4 * width)) * min(streams, 2) if tokens else 0
-    hessian = 4 * 4 * inputs * inputs if tokens else 0
-    paused = waiting < available // 3
-    if not paused:
-        waiting = waiting * batch // max(1, tokens // (calibration.blocks.ids.shape[1] if calibration else 1))
-    disk = sum(step.shards.nbytes for step in steps) + (2 * hidden if tokens else 0)
-    free = shutil.disk_usage(where).free + _reclaimable(output)
-    if disk > free:
-        raise SutureError(
-            f"output: {disk / 1e9:.2f} GB are needed under {where}, {free / 1e9:.2f} GB are free",
-            "free some space or choose another disk",
-        )
-    linear_flops = 2 * sum(linear.numel for linear in layout.linears)
-    statistic_flops = 2 * sum(group[0].in_features ** 2 // 2 for groups in layout.blocks for group in groups)
-    rounding_flops = 2 * sum(2 * linear.numel * linear.in_features for linear in layout.linears) if tokens else 0
-    forwards = sum(step.prepared.forwards for step in steps if step.kind.needs_text(step.settings))
-    flops = tokens * (forwards * linear_flops + statistic_flops) + rounding_flops
-    flops += sum(step.prepared.flops for step in steps)
-    seconds = flops / _measured_flops() + sum(step.shards.nbytes for step in steps) / 500e6
-    return Estimate(
-        peak_memory=_PROCESS_BYTES + resident + hidden + waiting + hessian,
-        disk=disk,
-        seconds=seconds,
-        paused=paused,
-        available_memory=available,
-        available_disk=free,
-    )
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    product = 1
-    for size in shape:
-        product *= size
-    return product
-
-
-def _reclaimable(output: Path) -> int:
-    """Bytes that an unfinished run already holds in its place."""
-    partial = partial_of(output)
-    return sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()) if partial.exists() else 0
-
-
-def _measured_flops() -> float:
-    """Multiply-adds per second, twice, of a product of ordinary size on this machine."""
-    a, b = torch.ones(1024, 1024), torch.ones(1024, 1024)
-    torch.mm(a, b)
-    start = time.perf_counter()
-    for _ in range(3):
-        torch.mm(a, b)
-    return 3 * 2 * 1024**3 / max(time.perf_counter() - start, 1e-6)
-
-
 def probe_ids(plan: Plan, n_steps: int = 0) -> torch.Tensor:
     """Token ids [B, T] whose logits verification compares: calibration text, else ids spread over the vocabulary.
 
@@ -382,25 +280,6 @@ def probe_ids(plan: Plan, n_steps: int = 0) -> torch.Tensor:
     for step in plan.steps[:n_steps]:
         ids = step.prepared.probe_after(ids)
     return ids
-
-
-def _verify_blocks(plan: Plan) -> int:
-    """All blocks, or as many as fit in the memory at hand."""
-    n = plan.steps[-1].prepared.n_blocks
-    dense = 2 * 4 * sum(_numel(shape) for shape in plan.skeleton.source.shapes.values())  # stored and float32 together
-    available = plan.estimate.available_memory * 0.6
-    if plan.recipe.verify == "full" or (plan.recipe.verify == "auto" and dense < available):
-        return n
-    outside = dense * _outside_blocks(plan)
-    per_block = (dense - outside) / n
-    return max(1, min(n, int((available - outside) / per_block)))
-
-
-def _outside_blocks(plan: Plan) -> float:
-    layout, shapes = plan.skeleton.layout, plan.skeleton.source.shapes
-    inside = {p.tensor for i in range(len(layout.blocks)) for p in layout.block_tensors(i).values()}
-    total = sum(_numel(shape) for shape in shapes.values())
-    return 1 - sum(_numel(shapes[name]) for name in inside) / total
 
 
 def describe(plan: Plan) -> dict[str, Any]:
@@ -427,6 +306,7 @@ def describe(plan: Plan) -> dict[str, Any]:
         "bytes_in": plan.checkpoint.nbytes,
         "bytes_out": plan.steps[-1].shards.nbytes,
         "peak_memory": estimate.peak_memory,
+        "memory": estimate.memory,
         "disk": estimate.disk,
         "seconds": round(estimate.seconds, 1),
         "device": str(plan.device),

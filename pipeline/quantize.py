@@ -8,6 +8,7 @@ from typing import Any
 
 from ..calibrate.replay import run_block
 from ..calibrate.skeleton import Skeleton, open_layout, open_skeleton
+from ..calibrate.statistics import CHUNK
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
 from ..checkpoint.manifest import Account
@@ -76,6 +77,7 @@ def prepare(source: TensorSource, settings: RTNSettings, schemes: Mapping[str, S
         streams=len((*_streams(settings), *_scratch(settings))) or 1,
         forwards=_forwards(settings),
         working_blocks=6 if isinstance(settings, LearnSettings) else int(_two_models(settings)),
+        working=_working(layout, selection, settings),
         selection=selection,
         schemes=dict(schemes),
         ruled=frozenset(ruled),
@@ -203,6 +205,30 @@ def _forwards(settings: RTNSettings) -> float:
     if isinstance(settings, LearnSettings):
         return 3 + 3 * settings.epochs
     return 2 if _two_models(settings) else 1
+
+
+def _working(layout: ModelLayout, selection: Selection, settings: RTNSettings) -> int:
+    """Bytes held at most while a layer is rounded: copies of its weights in float32, of H for GPTQ, and the block's codes."""
+    most = 0
+    for block in layout.blocks:
+        codes = sum(linear.numel for group in block for linear in group if linear.name in selection.names)
+        for group in block:
+            chosen = [linear for linear in group if linear.name in selection.names]
+            if not chosen:
+                continue
+            together = [x.numel for x in chosen] if chosen[0].expert is None else [max(x.numel for x in chosen)]
+            if isinstance(settings, GPTQSettings):
+                sides = (2 if _two_streams(settings) else 0) + 3.75
+                inputs = chosen[0].in_features
+                held = int(_hessian_bytes(settings) * inputs * (sides * inputs + CHUNK)) + 4 * 5 * sum(together)
+            else:
+                held = 4 * 4 * max(together)
+            most = max(most, held + codes * 3 // 2)
+    return most
+
+
+def _hessian_bytes(settings: GPTQSettings) -> int:
+    return 8 if settings.hessian == "float64" else 4
 
 
 def _quantize_block(

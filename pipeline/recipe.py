@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -431,6 +431,11 @@ def _parse(raw: bytes, where: str) -> Any:
     from ruamel.yaml import YAML
     from ruamel.yaml.error import MarkedYAMLError, YAMLError
 
+    if len(raw) > _BYTES or _depth(raw) > _DEPTH:  # the parser's time and stack grow with both
+        raise SutureError(
+            f"{where}: more than {_BYTES:,} bytes, or {_DEPTH} brackets inside one another, are no recipe",
+            "correct the file",
+        )
     try:
         content = YAML(typ="rt").load(io.BytesIO(raw))
     except MarkedYAMLError as error:
@@ -438,12 +443,50 @@ def _parse(raw: bytes, where: str) -> Any:
         line = f" line {mark.line + 1}:" if mark is not None else ""
         problem = " ".join(str(error.problem).split())
         raise SutureError(f"{where}:{line} {problem}", "correct the YAML") from error
+    except RecursionError as error:
+        raise SutureError(
+            f"{where}: lists or mappings are nested too deeply for a recipe", "correct the file"
+        ) from error
     except (YAMLError, UnicodeDecodeError, ValueError) as error:
         raise SutureError(f"{where}: not YAML: {' '.join(str(error).split())[:200]}", "correct the file") from error
+    if _written_out(content, {}) > _VALUES:
+        raise SutureError(f"{where}: its aliases stand for more than {_VALUES:,} values", "write it without aliases")
     if not isinstance(content, Mapping):
         found = "empty" if content is None else "a list" if isinstance(content, list) else "a single value"
         raise SutureError(f"{where}: a recipe is a mapping of keys, this one is {found}", "begin with `model: ...`")
     return content
+
+
+_BYTES, _DEPTH = 1_000_000, 64
+
+
+def _depth(raw: bytes) -> int:
+    """Brackets that are open at once, at most, strings not told apart from the rest."""
+    depth = most = 0
+    for char in raw:
+        if char in b"[{":
+            depth += 1
+            most = max(most, depth)
+        elif char in b"]}":
+            depth -= 1
+    return most
+
+
+_VALUES = 100_000  # of a recipe at most, aliases written out
+
+
+def _written_out(value: Any, known: dict[int, float]) -> float:
+    """How many values there are with every alias written out; infinite for one that contains itself.
+
+    A few lines of aliases of aliases stand for billions: each is counted once, by its identity in `known`.
+    """
+    if not isinstance(value, Mapping | list):
+        return 1
+    if id(value) not in known:
+        known[id(value)] = float("inf")  # until it is counted: whoever meets it then is inside it
+        parts = value.values() if isinstance(value, Mapping) else value
+        known[id(value)] = 1 + sum(_written_out(part, known) for part in parts)
+    return known[id(value)]
 
 
 def _plain(value: Any) -> Any:
@@ -500,10 +543,31 @@ def _validate(
         place = f"{where}: {f'line {line}: ' if line else ''}{prefix}"
         raise SutureError(f"{place}: expected settings, found {_plain(data)!r}", "write {} for the defaults")
     try:
-        return model.model_validate(_plain(data))
+        made = model.model_validate(_plain(data))
+        wrong: list[Any] = [
+            {"loc": path, "type": "boolean", "msg": "a number was expected", "input": found}
+            for path, found in _booleans_read_as_numbers(_plain(data), made)
+        ]
     except ValidationError as error:
-        problems = [_explain(model, problem, where, source, prefix) for problem in error.errors()]
-        raise SutureError("; ".join(problems), "nothing was read or written") from None
+        made, wrong = None, error.errors()
+    if made is None or wrong:
+        problems = [_explain(model, problem, where, source, prefix) for problem in wrong]
+        raise SutureError("; ".join(problems), "nothing was read or written")
+    return made
+
+
+def _booleans_read_as_numbers(data: Any, made: Any, path: tuple[str | int, ...] = ()) -> Iterator[tuple[Any, bool]]:
+    """(path, value) of each true or false in `data` that pydantic made 1 or 0 of."""
+    if isinstance(data, bool):
+        if isinstance(made, int | float) and not isinstance(made, bool):
+            yield path, data
+    elif isinstance(data, Mapping) and isinstance(made, BaseModel):
+        for key, value in data.items():
+            yield from _booleans_read_as_numbers(value, getattr(made, key, None), (*path, key))
+    elif isinstance(data, list):
+        parts = [made, *made.sets] if isinstance(made, ReportSettings) else made  # a report may be a list of texts
+        for i, (value, part) in enumerate(zip(data, parts, strict=False) if isinstance(parts, list | tuple) else ()):
+            yield from _booleans_read_as_numbers(value, part, (*path, i))
 
 
 def _explain(model: type[BaseModel], problem: Any, where: str, source: Any, prefix: str) -> str:

@@ -26,7 +26,7 @@ from ..surgery.ridge import RefitSettings, Ridge
 from .derive import changed_in_place
 from .frame import frame_factor
 from .step import Prepared, StepResult, StepRun
-from .walk import convert_blocks, copy_blocks
+from .walk import CONVERTING, convert_blocks, copy_blocks
 
 Toward = Literal["attention", "stream"]
 
@@ -158,6 +158,7 @@ def prepare(source: TensorSource, settings: RefitSettings) -> RefitPlan:
         accounts=accounts,
         notes=(),
         n_blocks=len(layout.blocks),
+        working_blocks=CONVERTING,
         layout=layout,
         chosen=frozenset(linear.name for linear in chosen),
     )

@@ -3,8 +3,8 @@
 Usage: python -m suture.pipeline.reload, then MODEL_DIR, IDS.pt and OUT.pt on its standard input, a line each. Until they
 come it has imported what it needs and waits; it ends when its input does.
 
-Nothing of suture is used here. The weights load in their stored dtype (packed ones are decompressed by the first
-forward, as for any user), then the model computes in float32, so that only the weights can differ.
+Nothing of suture reads the files here. The weights load in their stored dtype (packed ones are decompressed by the first
+forward, as for any user), then each block computes in float32, so that only the weights can differ.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from __future__ import annotations
 import contextlib
 import copy
 import sys
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from .usage import peak_memory
 
 
 def load_and_run(model_dir: str, ids: Tensor) -> dict[str, Any]:
@@ -34,9 +37,9 @@ def load_and_run(model_dir: str, ids: Tensor) -> dict[str, Any]:
         if config_of(model).get("quant_method") == "bitsandbytes":
             model = _dequantized(auto, model_dir)
         rounded = any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in model.buffers())
-        torch.nn.Module.float(model)  # past transformers' guard: the weights are dense now
         if rounded:
             _restore_buffers(model, config)
+        _compute_in_float32(model)
         logits = model(ids, use_cache=False).logits.float()
     return {
         "logits": logits,
@@ -63,6 +66,47 @@ def _dequantized(auto: Any, model_dir: str) -> torch.nn.Module:
     return model.dequantize(dtype=torch.float32)
 
 
+def _compute_in_float32(model: torch.nn.Module) -> None:
+    """From now on each block, and each layer outside them, is in float32 while its forward runs, and as it was stored
+    otherwise: in float32 the whole model would take twice the memory again."""
+    for modules in _units(model):
+        stored: list[tuple[torch.nn.Module, str, Any]] = []
+
+        def widen(*_: Any, modules: Any = modules, stored: Any = stored) -> None:
+            for module in modules:
+                for table in ("_parameters", "_buffers"):
+                    held = module.__dict__[table]
+                    stored.append((module, table, held))
+                    # a new dict: compressed-tensors leaves a cache in its place, which keeps each entry's first dtype
+                    module.__dict__[table] = {name: _wide(value) for name, value in held.items()}
+
+        def narrow(*_: Any, stored: Any = stored) -> None:
+            while stored:
+                module, table, held = stored.pop()
+                module.__dict__[table] = held
+
+        modules[0].register_forward_pre_hook(widen, prepend=True)
+        modules[0].register_forward_hook(narrow, always_call=True)
+
+
+def _wide(value: Any) -> Any:
+    if value is None or not value.is_floating_point() or value.dtype == torch.float32:
+        return value
+    wide = value.detach().float()
+    return torch.nn.Parameter(wide, requires_grad=False) if isinstance(value, torch.nn.Parameter) else wide
+
+
+def _units(module: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
+    """Blocks (members of a list) with all that is in them, and the other modules that hold something, each by itself."""
+    if any(True for _ in module.parameters(recurse=False)) or any(True for _ in module.buffers(recurse=False)):
+        yield [module]
+    for child in module.children():
+        if isinstance(module, torch.nn.ModuleList):
+            yield list(child.modules())
+        else:
+            yield from _units(child)
+
+
 def _restore_buffers(model: torch.nn.Module, config: Any) -> None:
     """Constants that loading in a short dtype had rounded (Gemma's embedding scale), as a float32 model has them."""
     from accelerate import init_empty_weights
@@ -86,7 +130,8 @@ def main() -> None:
     asked = sys.stdin.read().splitlines()
     if asked:
         model_dir, ids_file, out_file = asked
-        torch.save(load_and_run(model_dir, torch.load(ids_file, weights_only=True)), out_file)
+        found = load_and_run(model_dir, torch.load(ids_file, weights_only=True))
+        torch.save(found | {"peak_memory": peak_memory()}, out_file)
 
 
 def _import_early() -> None:

@@ -25,7 +25,7 @@ from ..surgery.rescale_residual import RescaleResidualSettings
 from ..surgery.rotary import RotarySettings
 from .derive import changed_in_place
 from .step import Prepared, StepResult, StepRun
-from .walk import convert_blocks
+from .walk import CONVERTING, convert_blocks
 
 
 @dataclass(frozen=True)
@@ -53,6 +53,7 @@ def rewrite_plan(
         accounts=accounts,
         notes=(*(f"{name} dropped: {reason}" for name, reason in layout.stale.items()), *notes),
         n_blocks=len(layout.blocks),
+        working_blocks=CONVERTING,
         layout=layout,
     )
 

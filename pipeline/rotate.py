@@ -20,7 +20,7 @@ from ..quant.scheme import STORAGE
 from ..surgery.rotate import RotateSettings, rotate_heads, rotate_reader, rotate_writer, rotation, unrotate_heads
 from ..surgery.untie import head_to_add, untied_config
 from .step import Prepared, StepResult, StepRun
-from .walk import convert_blocks
+from .walk import CONVERTING, convert_blocks
 
 # Last component of a linear's role -> which of the block's two norms it reads.
 _ATTENTION, _MLP = 0, 1
@@ -94,6 +94,7 @@ def prepare(source: TensorSource, settings: RotateSettings) -> RotatePlan:
         if layout.head is None
         else (),
         n_blocks=len(layout.blocks),
+        working_blocks=CONVERTING,
         layout=layout,
         head=head,
         values=values,

@@ -6,6 +6,7 @@ import hashlib
 import html
 import json
 import shutil
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from importlib.metadata import version
@@ -16,6 +17,7 @@ import torch
 from pydantic import BaseModel
 
 from .. import __version__
+from ..calibrate.memory import release_memory
 from ..calibrate.tokens import TokenBlocks
 from ..checkpoint.families import family_of
 from ..checkpoint.layout import text_config
@@ -25,18 +27,20 @@ from ..checkpoint.manifest import (
     to_json,
 )
 from ..checkpoint.reader import Checkpoint, open_checkpoint
-from ..checkpoint.staging import Staging, open_staging, write_whole
+from ..checkpoint.staging import Staging, clean_committed, open_staging, write_whole
 from ..checkpoint.writer import ShardPlan, plan_shards
 from ..quant.decode import DenseView
 from ..report.document import Report
 from .crew import ALONE, Crew
-from .plan import Plan, PlannedStep, make_plan, probe_ids, settled, tokens_after
+from .estimate import hidden_budget
+from .plan import Plan, make_plan, probe_ids, settled, tokens_after
 from .progress import LOG, Logged, Progress, Silent, default_progress
 from .recipe import Recipe
 from .run_manifest import accounts_of, superseded, write_manifest
 from .run_report import cache_sizes, check_gate, report_of, write_card
-from .step import Prepared, StepKind, StepResult, StepRun
+from .step import PlannedStep, Prepared, StepKind, StepResult, StepRun
 from .steps import STEPS
+from .usage import forget_peak, peak_memory
 from .verify import FreshLoader, check_reload, check_room, first_blocks, read_back, reload_here, reopen, shortened
 
 
@@ -49,12 +53,20 @@ class Run:
     report: Report | None
     manifest: dict[str, Any]
     seconds: dict[str, float]  # by part; never written into the output, which is the same at any speed
+    memory: dict[str, int]  # bytes at most, by part; "reload": the process that loads the output
+    disk: int  # bytes at most
 
     def _repr_html_(self) -> str:
         """In a notebook: the report, or what was written where."""
         if self.report is not None:
             return self.report._repr_html_()
         return f"<p><code>{html.escape(str(self.output))}</code>: written and verified; the recipe has no report.</p>"
+
+    @property
+    def predicted(self) -> dict[str, Any]:
+        """What the plan said of memory by part and disk (bytes), and of the steps' seconds."""
+        estimate = self.plan.estimate
+        return {"memory": dict(estimate.memory), "disk": estimate.disk, "seconds": round(estimate.seconds, 1)}
 
     @property
     def fallbacks(self) -> dict[str, str]:
@@ -78,6 +90,7 @@ def run(
     progress = progress or default_progress()
     clock = _Clock()
     with FreshLoader() as loader:
+        clean_committed(Path(recipe.output))
         plan = make_plan(recipe, device, overwrite, resume)
         clock.lap("plan")
         hashes = {path.name: sha256_file(path) for path in plan.checkpoint.weight_files}
@@ -97,24 +110,30 @@ def run(
             cache = cache_sizes(plan)
             report = report_of(plan, staging, results, cache, progress)
             clock.lap("report")
+            disk = staging.measured()
             check_gate(recipe.gate, report)
             write_card(plan, staging, verification, report)
             manifest = write_manifest(plan, staging, results, hashes, verification, cache)
             staging.commit()
-    return Run(plan.output, plan, report, manifest, clock.laps)
+    memory = clock.memory | ({"reload": loader.peak_memory} if loader.peak_memory else {})
+    return Run(plan.output, plan, report, manifest, clock.laps, memory, disk)
 
 
 class _Clock:
-    def __init__(self) -> None:
-        import time
+    """Seconds and peak memory of each part of a run."""
 
-        self._now, self.laps = time.perf_counter, {}
-        self._last = self._now()
+    def __init__(self) -> None:
+        self.laps: dict[str, float] = {}
+        self.memory: dict[str, int] = {}
+        forget_peak()
+        self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        now = self._now()
-        self.laps[name] = now - self._last
-        self._last = now
+        now = time.perf_counter()
+        self.laps[name], self._last = now - self._last, now
+        self.memory[name] = peak_memory()
+        release_memory()  # what one part leaves must not stand beside the next one
+        forget_peak()
 
 
 def fingerprint(plan: Plan, weights: dict[str, str]) -> dict[str, str]:
@@ -275,7 +294,7 @@ def _step_run(
         text=_text_after(plan, number - 1),
         batch=plan.batch,
         paused=plan.estimate.paused,
-        budget=plan.estimate.available_memory // 4,
+        budget=hidden_budget(plan.estimate.available_memory),
         probe=probe_ids(plan, number - 1),
         verify_blocks=plan.verify_blocks,
         progress=progress,

@@ -18,7 +18,7 @@ from ..checkpoint.source import TensorSource
 from ..surgery.spectra import SpectraSettings, break_even, described, energies
 from .derive import copied
 from .step import Prepared, StepResult, StepRun
-from .walk import convert_blocks
+from .walk import CONVERTING, convert_blocks
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,7 @@ def prepare(source: TensorSource, settings: SpectraSettings) -> SpectraPlan:
         accounts=accounts,
         notes=(),
         n_blocks=len(layout.blocks),
+        working_blocks=CONVERTING,
         layout=layout,
     )
 

@@ -39,6 +39,7 @@ class Prepared:
     streams: int = 1  # hidden states of the calibration text that it keeps
     forwards: float = 1.0  # of each block over the calibration text, a backward counted as two
     working_blocks: int = 0  # what it holds beside a block's weights, in blocks of float32
+    working: int = 0  # and in bytes, while it is at a layer
     resident: int = 0  # bytes that it holds all along
     token_bytes: int = 0  # and per token of one calibration sequence
     flops: float = 0.0  # beyond its forwards over the calibration text
@@ -127,6 +128,17 @@ class StepKind:
     """For a step that prepares the one after it: (settings, that one's name and settings, or None) -> refuses others."""
     on_answers: Callable[[Any], bool] = lambda settings: False  # whether it asks which tokens the assistant wrote
     reads_quantized: bool = False  # it takes a quantized checkpoint, of any format that suture reads
+
+
+@dataclass(frozen=True)
+class PlannedStep:
+    """A step of a recipe, and what it will write."""
+
+    name: str
+    settings: BaseModel
+    kind: StepKind
+    prepared: Prepared
+    shards: ShardPlan
 
 
 def never(settings: Any) -> bool:

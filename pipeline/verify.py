@@ -34,6 +34,8 @@ class FreshLoader:
     It is started early: what it imports (seconds) is there when the output is. It ends with this process.
     """
 
+    peak_memory: int = 0  # bytes that it had at most; 0 before `load`
+
     def __init__(self) -> None:
         self._messages = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # closed with this
         command = [sys.executable, "-P", "-X", "utf8", "-m", "suture.pipeline.reload"]
@@ -68,7 +70,9 @@ class FreshLoader:
             self._messages.seek(0)
             last = (self._messages.read().strip().splitlines() or ["no message"])[-1]
             raise SutureError(f"the output does not load in stock transformers: {last}", "please report this")
-        return torch.load(out_file, weights_only=True)
+        found = torch.load(out_file, weights_only=True)
+        self.peak_memory = found["peak_memory"]
+        return found
 
 
 def check_room(work: Path, probe: Tensor, expected: Tensor) -> None:

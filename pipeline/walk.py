@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..calibrate.replay import Stream, overflowing_layer, release_memory, run_block
+from ..calibrate.memory import release_memory
+from ..calibrate.replay import Stream, overflowing_layer, run_block
 from ..calibrate.skeleton import Skeleton, finite, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
@@ -21,9 +22,11 @@ from ..checkpoint.writer import ShardWriter
 from ..quant.scheme import STORAGE
 from .step import Prepared, StepResult, StepRun, planned_output
 
+CONVERTING = 2  # `working_blocks` of a step that `convert_blocks` carries out: the block as it becomes, and unrounded
 CALIBRATION = "calibration"  # name of the stream of calibration tokens
 TEACHER = "teacher"  # the same tokens through the original blocks, where the other goes through the converted ones
 ORIGINAL, UNROUNDED = "original", "unrounded"  # the probe through the input, and through the output in float32
+_ROWS = 16  # tokens whose distributions are compared at once, in float64
 EXACT = 1e-4  # of the largest logit: float32 rounding of another order of the same sums, over all blocks
 
 Convert = Callable[[Skeleton, int, Stream | None], tuple[Mapping[str, Tensor], dict[str, Any]]]
@@ -224,9 +227,14 @@ def compare_logits(original: Tensor, changed: Tensor) -> dict[str, Any]:
 
 def distance(original: Tensor, changed: Tensor) -> dict[str, Any]:
     """How far logits [B, T, vocab] are apart: their largest difference, and the mean KL divergence of `changed`."""
-    difference, scale = float((original - changed).abs().max()), float(original.abs().max())
-    log_p, log_q = original.double().log_softmax(-1), changed.double().log_softmax(-1)
-    kl = float((log_p.exp() * (log_p - log_q)).sum(-1).mean())
+    parts = []
+    for p, q in zip(original.flatten(0, 1).split(_ROWS), changed.flatten(0, 1).split(_ROWS), strict=True):
+        log_p, log_q = p.double().log_softmax(-1), q.double().log_softmax(-1)
+        total = (log_p.exp() * (log_p - log_q)).sum()
+        parts.append(torch.stack([(p - q).abs().max().double(), p.abs().max().double(), total]))
+    found = torch.stack(parts)  # Tensor.max and sum keep a NaN, Python's max would not
+    difference, scale = (float(value) for value in found[:, :2].amax(0))
+    kl = float(found[:, 2].sum()) / (original.shape[0] * original.shape[1])
     return {
         "max_logit_difference": float(f"{difference:.3g}"),
         "largest_logit": float(f"{scale:.3g}"),

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..calibrate.memory import trim_memory
 from ..calibrate.replay import Stream, Window, staged_block
 from ..calibrate.skeleton import Skeleton
 from ..calibrate.statistics import CHUNK, EXPERT_CHUNK, Deviation, SecondMoment
@@ -63,6 +64,7 @@ def rtn_block(
         dense = quantized.dequantize()
         record = ModuleRecord("rtn", weight_error(weight, dense))
         layers.append(_finish(skeleton, linear, quantized, dense, record))
+        trim_memory()
     return layers
 
 
@@ -137,12 +139,18 @@ def gptq_block(
             inputs[expert].add(part, original)
 
     def change(stage: int) -> None:
-        together: dict[tuple[int | None, Scheme], list[Linear]] = {}
+        together: dict[int | None, dict[Scheme, list[Linear]]] = {}
         for linear in stages[stage]:
-            together.setdefault((linear.expert, _scheme(linear, settings, schemes)), []).append(linear)
-        for (expert, scheme), linears in together.items():
-            layers.extend(_gptq_sharing_inputs(skeleton, linears, inputs[expert], settings, scheme, storage))
+            sharing = together.setdefault(linear.expert, {})
+            sharing.setdefault(_scheme(linear, settings, schemes), []).append(linear)
+        for expert, sharing in together.items():
+            seen = inputs.pop(expert)
+            hessian, deviation = seen.moment.into_hessian(), seen.deviation and seen.deviation.mean()
+            for scheme, linears in sharing.items():
+                known = (hessian, deviation, seen.moment.tokens)
+                layers.extend(_gptq_sharing_inputs(skeleton, linears, known, settings, scheme, storage))
         inputs.clear()
+        trim_memory()
 
     staged_block(skeleton, index, stream, stages, observe, change, paused, reference)
     return layers
@@ -169,14 +177,17 @@ class _Inputs:
 def _gptq_sharing_inputs(
     skeleton: Skeleton,
     linears: Sequence[Linear],
-    inputs: _Inputs,
+    known: tuple[Tensor, Tensor | None, int],
     settings: GPTQSettings,
     scheme: Scheme,
     storage: torch.dtype,
 ) -> list[QuantizedLayer]:
-    """Layers with the same inputs share H, so their rows go through GPTQ together; rows do not feel one another."""
+    """Layers with the same inputs share H, so their rows go through GPTQ together; rows do not feel one another.
+
+    `known`: H, D if there is one, and the tokens that they are of.
+    """
     weights = [weight_of(skeleton, linear) for linear in linears]
-    hessian = inputs.moment.hessian()
+    hessian, deviation, tokens = known
     if not bool(torch.isfinite(hessian.diagonal()).all()):  # an entry is at most the root of its two diagonals' product
         raise SutureError(
             f"{linears[0].name}: its inputs on the calibration text hold NaN or values too large for float32",
@@ -190,13 +201,12 @@ def _gptq_sharing_inputs(
         asymmetric="none" if settings.asymmetric == "auto" else settings.asymmetric,
         alpha=settings.alpha,
     )
-    deviation = None if inputs.deviation is None else inputs.deviation.mean()
-    result = gptq(torch.cat(weights), hessian, options, storage, deviation)
+    result = gptq(torch.cat(weights) if len(weights) > 1 else weights[0], hessian, options, storage, deviation)
     parts = split_rows(result.quantized, [linear.out_features for linear in linears])
     layers = []
     for linear, weight, part in zip(linears, weights, parts, strict=True):
         dense = part.dequantize()
-        record = _gptq_record(result, weight, dense, hessian, inputs.moment.tokens)
+        record = _gptq_record(result, weight, dense, hessian, tokens)
         layers.append(_finish(skeleton, linear, part, dense, record))
     return layers
 

@@ -6,7 +6,7 @@ gemm, bitsandbytes (NF4, FP4, int8) and block-scaled float8.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any
@@ -16,7 +16,7 @@ from ..calibrate.skeleton import Skeleton, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.families import FAMILIES
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.source import PlannedSource, TensorSource
+from ..checkpoint.source import PlannedSource, ReadsAhead, TensorSource
 from .bitsandbytes import RowWise, blockwise_from, state_of
 from .compressed_tensors import from_tensors, group_of, parse_config, stored_transposed
 from .int_quantized import FORMAT as INT_QUANTIZED
@@ -89,6 +89,10 @@ class DenseView:
     def parts(self, name: str) -> tuple[str, ...]:
         """Names on disk of what makes up the dense tensor `name`."""
         return self.packed[name].parts if name in self.packed else (name,)
+
+    def expect(self, names: Iterable[str]) -> None:
+        if isinstance(self.checkpoint, ReadsAhead):
+            self.checkpoint.expect(part for name in names for part in self.parts(name))
 
     def read(self, name: str) -> torch.Tensor:
         return self.packed[name].read() if name in self.packed else self.checkpoint.read(name)

@@ -92,7 +92,7 @@ def gptq(
     if not bool(live.any()):
         return _rounded(W, find_grid(W, options.scheme, dtype, importance, options.search), options.damp, 0, dead)
     order = _order(h, options)
-    factored = _inverse_factor(H.index_select(0, order).index_select(1, order), options, float(h[live].mean()))
+    factored = _inverse_factor(H, order, options, float(h[live].mean()))
     if factored is None:
         grid = find_grid(W, options.scheme, dtype, importance, options.search)
         return _rounded(W, grid, options.damp_limit, _max_retries(options), dead)
@@ -150,20 +150,25 @@ def _max_retries(options: GPTQOptions) -> int:
     return retries
 
 
-def _inverse_factor(H: Tensor, options: GPTQOptions, mean: float) -> tuple[Tensor, float, int] | None:
-    """U with UᵀU = (H + damp · mean · I)⁻¹, the damp used and the retries; None when none up to the limit works.
+def _inverse_factor(H: Tensor, order: Tensor, options: GPTQOptions, mean: float) -> tuple[Tensor, float, int] | None:
+    """U with UᵀU = (H + damp · mean · I)⁻¹, H with its columns in `order`; the damp used and the retries. None when no
+    damp up to the limit works.
 
     With J the reversal of order, J H J = L Lᵀ gives H = V Vᵀ for the upper triangular V = J L J, and U = V⁻¹: one
-    factorization and one triangular inverse, where inverting H and factoring again would take twice that.
+    factorization and one triangular inverse, where inverting H and factoring again would take twice that. What is done
+    with is let go at once: H may be half a gigabyte.
     """
-    damp = options.damp
+    damp, back = options.damp, order.flip(0)
     for retries in range(_max_retries(options) + 1):
-        damped = H.flip(0, 1)
+        damped = H.index_select(0, back).index_select(1, back)
         damped.diagonal().add_(damp * mean)
         L, info = torch.linalg.cholesky_ex(damped)
+        del damped
         if int(info) == 0:
-            U = _lower_inverse(L).flip(0, 1)
-            if bool(torch.isfinite(U).all()):
+            inverse = _lower_inverse(L)
+            del L
+            U = inverse.flip(0, 1)
+            if bool(torch.isfinite(U.sum(1)).all()):
                 return U, damp, retries
         damp *= 2
     return None
@@ -178,7 +183,7 @@ def _lower_inverse(L: Tensor) -> Tensor:
     inverse = torch.zeros_like(L)
     inverse[:half, :half] = _lower_inverse(L[:half, :half])
     inverse[half:, half:] = _lower_inverse(L[half:, half:])
-    inverse[half:, :half] = -inverse[half:, half:] @ (L[half:, :half] @ inverse[:half, :half])
+    inverse[half:, :half] = (inverse[half:, half:] @ (L[half:, :half] @ inverse[:half, :half])).neg_()
     return inverse
 
 
@@ -202,7 +207,8 @@ def _round_columns(
 ) -> Tensor:
     """Codes [out, in] for the columns of W in visiting order. Works on Wᵀ, whose rows are contiguous.
 
-    Within a block E holds w_i - q_i, and the factor's rows are divided by U_ii instead: fewer passes over each column.
+    Within a block E holds w_i - q_i, and the factor's rows are divided by U_ii instead (in place: U is the caller's no
+    more): fewer passes over each column.
     A column's error goes to its whole block, with weight 0 to the columns that are done: fewer views to make.
 
     `first` [out]: what is rounded in the first column's stead. With `search` the grid is overwritten group by group; a
@@ -212,7 +218,7 @@ def _round_columns(
     w = W.T.contiguous()  # [in, out]
     scale, zero = (part.T.contiguous().to(w.dtype).unbind() for part in (grid.scale, grid.zero))  # per group [out]
     groups = group.tolist()
-    U = U / torch.diagonal(U)[:, None]
+    U.div_(torch.diagonal(U).clone()[:, None])
     codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
     for a, b in _blocks(n, None if search is None else grid.scheme.width(n)):
         block, E, Q = w[a:b], torch.empty_like(w[a:b]), torch.empty_like(w[a:b])

@@ -25,7 +25,7 @@ from ..checkpoint.errors import SutureError
 from .fidelity import TOKEN_FIELDS, token_fidelity
 from .windows import Windows
 
-_LOGIT_BYTES = 128 << 20  # logits held at once
+LOGIT_BYTES = 128 << 20  # logits held at once
 _ROWS = 16  # tokens whose two distributions are compared at once: they stay in the processor's cache
 
 Track = Callable[..., Iterator[Any]]
@@ -200,7 +200,7 @@ def _first(windows: Windows, members: list[int]) -> int:
 
 def _pieces(first: int, length: int, rows: int, vocabulary: int) -> Iterator[tuple[int, int]]:
     """Spans of positions whose logits fit in memory."""
-    step = max(1, _LOGIT_BYTES // (4 * vocabulary * rows))
+    step = max(1, LOGIT_BYTES // (4 * vocabulary * rows))
     for start in range(first, length, step):
         yield start, min(start + step, length)
 

@@ -303,7 +303,7 @@ class Shelf:
 
 def run(recipe, **options):
     """`suture.run`, with the output reloaded in this process instead of a new one, and without timing the processor."""
-    flops = patch("suture.pipeline.plan._measured_flops", lambda: 1e11)
+    flops = patch("suture.pipeline.estimate.measured_flops", lambda: 1e11)
     with patch("suture.pipeline.run.FreshLoader", LocalLoader), flops:
         return suture.run(recipe, **options)
 

@@ -12,6 +12,8 @@ import shutil
 import struct
 import sys
 import tracemalloc
+import zipfile
+from importlib.resources import files
 from pathlib import Path
 
 import pytest
@@ -20,12 +22,14 @@ import torch
 from safetensors.torch import save_file
 
 from suture.calibrate.skeleton import open_skeleton
+from suture.calibrate.tokens import load_tokenizer
 from suture.checkpoint.errors import SutureError
 from suture.checkpoint.manifest import read_manifest
 from suture.checkpoint.reader import open_checkpoint
 from suture.lora.adapter import open_adapter
 from suture.pipeline.recipe import load_recipe
 
+BUILTIN_TINY = files("suture") / "builtin/tiny"
 FEW, MANY = 60, 20_000
 MEGABYTES = 64  # for inputs of some kilobytes
 VALUES = (
@@ -121,6 +125,10 @@ def open_and_read(directory: Path) -> None:
     open_skeleton(checkpoint)
 
 
+def tokenized(directory: Path) -> None:
+    load_tokenizer(directory).encode("a b")
+
+
 def opened_adapter(directory: Path) -> None:
     adapter = open_adapter(directory)
     for part in adapter.parts[:4]:
@@ -135,6 +143,8 @@ KINDS = {
     "adapter header": ("adapter/adapter_model.safetensors", opened_adapter),
     "recipe": ("recipe/recipe.yaml", lambda directory: load_recipe(directory / "recipe.yaml")),
     "manifest": ("output/suture.json", read_manifest),
+    "tokenizer": ("tokenizer/tokenizer.json", tokenized),
+    "tokenizer config": ("tokenizer/tokenizer_config.json", tokenized),
 }
 
 
@@ -159,10 +169,26 @@ def valid(tmp_path_factory):
         "  - gqa: {kv_heads: 4}\n  - gptq: {bits: 4, group_size: 64, rules: [{match: down_proj, bits: 8}]}\n"
         "report: {data: builtin:holmes, window: 512}\noutput: out\n"
     )
+    shutil.copytree(BUILTIN_TINY, root / "tokenizer", ignore=shutil.ignore_patterns("*.safetensors"))
+    _without_merges(root / "tokenizer/tokenizer.json")
     (root / "output").mkdir()
     manifest = {"suture": "1", "tensors": {"a": {"action": "copied", "to": ["a"]}}, "modules": {}, "files": {}}
     (root / "output/suture.json").write_text(json.dumps(manifest))
     return root
+
+
+def _without_merges(file: Path) -> None:
+    """Only a few of the vocabulary's merges: mutations then hit everything else as well, and loading is quick."""
+    content = json.loads(file.read_text())
+    kept = content["model"]["merges"][:40]
+    made = {"".join(pair if isinstance(pair, list) else pair.split(" ")) for pair in kept}
+    letters = {token for token in content["model"]["vocab"] if len(token) == 1}
+    added = {entry["content"] for entry in content["added_tokens"]}
+    vocabulary = [token for token in content["model"]["vocab"] if token in made | letters | added]
+    content["model"] |= {"merges": kept, "vocab": {token: i for i, token in enumerate(vocabulary)}}
+    for entry in content["added_tokens"]:
+        entry["id"] = content["model"]["vocab"].get(entry["content"], len(vocabulary))
+    file.write_text(json.dumps(content))
 
 
 def attack(valid: Path, kind: str, count: int, seed: int = 0) -> None:
@@ -221,6 +247,43 @@ def test_the_watch_sees_what_it_must(tmp_path):
         _one(lambda directory: {}["x"], tmp_path / "in", "crash")
     with pytest.raises(AssertionError, match="MB"):
         _one(lambda directory: bytearray(MEGABYTES + 1 << 20), tmp_path / "in", "bomb")
+
+
+BOMBS = {
+    "aliases of aliases": "a0: &a0 [x, x, x, x, x, x, x, x, x, x]\n"
+    + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 10)}]\n" for i in range(1, 12)),
+    "an alias inside itself": "steps: &a [{rtn: {targets: *a}}]\n",
+    "brackets in brackets": f"model: {'[' * 50_000}\n",
+    "a long file": f"model: {'x' * 2_000_000}\n",
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_a_recipe_that_unfolds_is_refused_at_once(tmp_path, name):
+    """A few lines that stand for 10 ** 12 values, or that take a parser's time or stack."""
+    (tmp_path / "recipe.yaml").write_text(BOMBS[name])
+
+    def load(directory):
+        with pytest.raises(SutureError):
+            load_recipe(directory / "recipe.yaml")
+
+    _one(load, tmp_path, name)
+
+
+def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path):
+    """256 MB of zeros in a file of 260 kB: .bin files are zip archives, whose entries torch stores plainly."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    entries = {"model/data.pkl": b"", "model/data/0": bytes(256 << 20)}
+    with zipfile.ZipFile(tmp_path / "pytorch_model.bin", "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+    del entries
+
+    def load(directory):
+        with pytest.raises(SutureError, match="compressed"):
+            open_checkpoint(directory)
+
+    _one(load, tmp_path, "zip bomb")
 
 
 def test_a_config_with_absurd_sizes_is_refused_before_anything_is_built(valid, tmp_path):

@@ -510,3 +510,22 @@ def test_a_recipes_schema_accepts_what_it_prints(tmp_path):
     printed = YAML(typ="safe").load(load(tmp_path, GPTQ).to_yaml())
     jsonschema.validate(json.loads(json.dumps(printed)), Recipe.model_json_schema())
     assert math.isclose(printed["steps"][0]["gptq"]["damp"], 0.01)
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "key"),
+    [
+        ("samples: 2", "samples: true", "calibration.samples"),
+        ("bits: 3", "damp: false", "steps[0].gptq.damp"),
+        ("group_size: 64", "group_size: true", "steps[0].gptq.group_size"),
+    ],
+)
+def test_i1_true_and_false_are_no_numbers(tmp_path, old, new, key):
+    """Python's true is 1: `samples: true` would calibrate on one sequence."""
+    assert old in GPTQ
+    with pytest.raises(SutureError, match=re.escape(f"{key}: a number was expected (found {new.split()[1].title()})")):
+        load(tmp_path, GPTQ.replace(old, new))
+    report = [{"data": "builtin:holmes"}, {"data": "builtin:novels", "window": True}]
+    with pytest.raises(SutureError, match=r"report\[1\]\.window: a number was expected"):
+        make_recipe({"model": "builtin:tiny", "steps": [{"rtn": {}}], "output": "out", "report": report})
+    assert load(tmp_path, GPTQ.replace("bits: 3", "symmetric: true")).resolved_steps()[0][1].symmetric is True

@@ -186,6 +186,7 @@ def test_killed_as_the_final_name_is_given_the_output_is_whole_or_absent(home, t
     again = run(home, "rtn", tmp_path, "--resume")
     assert again.code == 1 and "it is finished: nothing to resume" in again.messages[0]
     assert tiny.contents(tmp_path / "out") == expected
+    assert tiny.visible(tmp_path) == ["out"]  # what the first had no time to remove is gone
 
 
 def test_killed_between_taking_the_old_output_away_and_naming_the_new_one(home, tmp_path, uninterrupted):
@@ -308,7 +309,7 @@ def test_another_report_is_no_reason_to_start_again(home, tmp_path, uninterrupte
 
 
 def test_less_free_memory_on_resuming_changes_nothing(home, tmp_path, uninterrupted):
-    one = {"suture.pipeline.plan:_verify_blocks": "lambda plan: 1"}
+    one = {"suture.pipeline.estimate:_verify_blocks": "lambda *given: 1"}
     events = uninterrupted("gptq")[1]
     assert run(home, "gptq", tmp_path, kill_at=events // 2, patches=one).code == 137
     done = run(home, "gptq", tmp_path, "--resume")

@@ -1,0 +1,98 @@
+"""J3, J4: memory is bounded by a block, not by the model; what was predicted is what was taken."""
+
+import json
+import sys
+
+import pytest
+import tiny
+import torch
+import warm
+
+from suture.calibrate.replay import Stream
+from suture.calibrate.skeleton import open_skeleton
+from suture.checkpoint.reader import open_checkpoint
+
+SHAPE = {
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
+    "vocab_size": 2048,
+}
+BLOCK = 4 * (4 * 512 * 512 + 3 * 512 * 1408)  # bytes in float32
+FEW, MANY = 2, 8  # blocks: the larger model has 77 MB more in float32
+STEPS = {
+    "gptq": [{"gptq": {"bits": 4, "group_size": 64, "search": False}}],
+    "surgery": [{"permute": {"heads": "random", "neurons": "random"}}, {"cast": {"dtype": "float16"}}],
+}
+PATCHES = {
+    "suture.pipeline.estimate:_verify_blocks": "lambda *given: 1",  # the reload is in the same process here
+    "suture.report.score:_fits": "lambda skeleton, budget: False",  # as for a model larger than memory
+}
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    root = tmp_path_factory.mktemp("memory")
+    for layers in (FEW, MANY):
+        tiny.llama(root / f"model-{layers}", layers=layers, shard="30MB", **SHAPE)
+    tiny.ids_file(root / "calibration.jsonl")
+    tiny.ids_file(root / "evaluation.jsonl", seed=1)
+    return root
+
+
+def facts(models, directory, layers, kind):
+    content = {
+        "model": str(models / f"model-{layers}"),
+        "steps": STEPS[kind],
+        "output": "out",
+        "report": {"data": str(models / "evaluation.jsonl"), "window": 16, "max_windows": 2},
+    }
+    if kind == "gptq":
+        content["calibration"] = {"data": str(models / "calibration.jsonl"), "samples": 8, "length": 16}
+    recipe = tiny.recipe(directory / f"{kind}-{layers}.yaml", content)
+    done = warm.suture("run", recipe, "--output", directory / f"out-{layers}", "--json", cwd=directory, patches=PATCHES)
+    assert done.code == 0, done.err
+    return json.loads(done.out)
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_j4_four_times_the_blocks_take_no_more_memory(models, tmp_path, kind):
+    """Steps, perplexity and KL. A run that held the model, even as stored, would take 38 MB more."""
+    small, large = (facts(models, tmp_path, layers, kind) for layers in (FEW, MANY))
+    for part in ("preflight", "steps", "report"):
+        grown = large["memory"][part] - small["memory"][part]
+        assert grown < (MANY - FEW) * BLOCK / 2 * 0.75, f"{part}: {grown >> 20} MB more"
+    for run in (small, large):
+        for part in ("preflight", "steps"):
+            found, guess = run["memory"][part], run["predicted"]["memory"][part]
+            assert guess == pytest.approx(found, rel=0.25), f"{part}: {guess >> 20} MB predicted, {found >> 20} taken"
+        assert run["predicted"]["disk"] == pytest.approx(run["disk"], rel=0.25)
+
+
+def test_j3_hidden_states_beyond_the_budget_are_in_a_file_and_not_in_memory(tmp_path):
+    """The same numbers, saved and restored, while the process holds pages of one batch at most."""
+    skeleton = open_skeleton(open_checkpoint(tiny.llama(tmp_path / "model", layers=1)))
+    ids = torch.arange(64).repeat(512, 4).split(32)
+    inside = Stream.start(skeleton, ids)
+    spilled = Stream.start(skeleton, ids, budget=1 << 20, spill=tmp_path / "hidden.bin")
+    assert inside.mapped is None and spilled.mapped is not None
+    for batch, hidden in enumerate(inside.hidden):
+        assert torch.equal(spilled.hidden[batch], hidden)
+    spilled.save(tmp_path / "saved.bin")
+    spilled.replace(3, inside.hidden[4])
+    assert torch.equal(spilled.hidden[3], inside.hidden[4])
+    spilled.restore(tmp_path / "saved.bin")
+    assert torch.equal(spilled.buffer, inside.buffer)
+    spilled.let_go()
+    if sys.platform == "linux":
+        assert _resident_of(tmp_path / "hidden.bin") == 0
+        assert torch.equal(spilled.hidden[0], inside.hidden[0])
+        assert 0 < _resident_of(tmp_path / "hidden.bin") < spilled.buffer.nbytes
+
+
+def _resident_of(file):
+    """Bytes of a mapped file that this process has in memory."""
+    lines = open("/proc/self/smaps").read().splitlines()  # noqa: SIM115, PTH123
+    at = next(i for i, line in enumerate(lines) if line.endswith(str(file)))
+    return int(next(line for line in lines[at:] if line.startswith("Rss")).split()[1]) * 1024
