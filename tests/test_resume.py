@@ -13,7 +13,9 @@ from pathlib import Path
 
 import pytest
 import tiny
+import torch
 import warm
+from safetensors.torch import save_file
 
 _FULL = {"method": "full", "tokens": 16 * 2 * 5, "batch": 2, "checkpoint": 1, "rate": 0.05}
 STEPS = {
@@ -30,7 +32,11 @@ STEPS = {
     "heal whole": [{"gqa": {"kv_heads": 1, "method": "mean"}}, {"heal": _FULL}],
     "awq": [{"awq": {"bits": 4, "group_size": 32, "grid": 4}}],
     "smoothquant": [{"smoothquant": {"activations": "static", "rounding": "gptq"}}],
+    "nf4": [{"nf4": {}}],
+    "merge": [{"lora.merge": {"adapter": "adapter"}}],
+    "mla": [{"mla": {"rank": 28, "rope_dim": 4}}],
 }
+WITHOUT_TEXT = ("rtn", "nf4", "merge")
 
 
 def write_recipe(directory: Path, kind: str) -> Path:
@@ -41,10 +47,23 @@ def write_recipe(directory: Path, kind: str) -> Path:
         "output": "not-here",
         "max_shard_size": 60_000,
     }
-    if kind != "rtn":
+    if kind not in WITHOUT_TEXT:
         samples = 12 if kind.startswith("heal") else 6
         content["calibration"] = {"data": "calibration.jsonl", "samples": samples, "length": 16}
     return tiny.recipe(directory / f"{kind}.yaml", content)
+
+
+def adapter(directory: Path) -> None:
+    """Rank 4 on the queries of all three blocks."""
+    directory.mkdir()
+    tensors, generator = {}, torch.Generator().manual_seed(3)
+    for block in range(3):
+        prefix = f"base_model.model.model.layers.{block}.self_attn.q_proj"
+        tensors[f"{prefix}.lora_A.weight"] = torch.randn(4, 64, generator=generator)
+        tensors[f"{prefix}.lora_B.weight"] = torch.randn(64, 4, generator=generator)
+    save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "r": 4, "lora_alpha": 10, "target_modules": ["q_proj"]}
+    (directory / "adapter_config.json").write_text(json.dumps(config))
 
 
 @pytest.fixture(scope="module")
@@ -55,6 +74,7 @@ def home(tmp_path_factory):
     tiny.llama(directory / "tied", tied=True, seed=1)
     tiny.ids_file(directory / "calibration.jsonl")
     tiny.ids_file(directory / "evaluation.jsonl", seed=1)
+    adapter(directory / "adapter")
     for kind in STEPS:
         write_recipe(directory, kind)
     before = tiny.contents(directory)
@@ -128,6 +148,38 @@ def test_j1_killed_at_random_moments_and_resumed_gives_the_same_bytes(home, tmp_
     assert kills >= 2
     assert tiny.contents(tmp_path / "out") == expected
     assert tiny.visible(tmp_path) == ["out"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(50))
+def test_j1_fifty_kills_across_every_kind_of_step(home, tmp_path, uninterrupted, number):
+    kind = sorted(STEPS)[number % len(STEPS)]
+    expected, events = uninterrupted(kind)
+    at = random.Random(f"fifty {number}").randint(1, events)
+    killed = run(home, kind, tmp_path, kill_at=at)
+    assert killed.code == 137 and not killed.temporary
+    assert (tmp_path / "out").exists() == (at == events)  # the last event is the one after the rename
+    done = run(home, kind, tmp_path, "--resume")
+    assert done.code == (1 if at == events else code_of(kind)), done.err
+    assert tiny.contents(tmp_path / "out") == expected
+    assert tiny.visible(tmp_path) == ["out"]
+
+
+@pytest.mark.parametrize(("kind", "number"), [("rtn", 9), ("gptq", 23), ("merge", 16)])
+def test_a_shard_that_cannot_be_read_in_the_middle_of_the_work(home, tmp_path, uninterrupted, kind, number):
+    """The disk fails at the n-th opening of a weight file; once it works again the run goes on."""
+    fails = (
+        "(lambda seen: lambda self, *args, **options: (_ for _ in ()).throw(OSError(5, 'Input/output error')) "
+        f"if self.suffix == '.safetensors' and (seen.append(1) or len(seen) == {number}) "
+        "else original(self, *args, **options))([])"
+    )
+    done = run(home, kind, tmp_path, patches={"pathlib:Path.open": fails})
+    assert done.code == 1 and len(done.messages) == 1 and "Input/output error" in done.messages[0], done.err
+    assert ".safetensors" in done.messages[0] and "Traceback" not in done.err
+    assert not (tmp_path / "out").exists()
+    resumed = run(home, kind, tmp_path, "--resume")
+    assert resumed.code == 0, resumed.err
+    assert tiny.contents(tmp_path / "out") == uninterrupted(kind)[0]
 
 
 @pytest.mark.parametrize("unit", ["begun", "step-1 done", "step-2 rest", "step-2 block 1"])
