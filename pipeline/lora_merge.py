@@ -299,7 +299,9 @@ def _reading(source: TensorSource, plan: MergePlan, name: str) -> Callable[[], T
 
 def _ahead(pool: ThreadPoolExecutor, reads: Sequence[Callable[[], Tensor]]) -> Iterator[Tensor]:
     """Results of `reads` in order, the next one under way while the last is used."""
-    coming = pool.submit(reads[0]) if reads else None
+    if not reads:  # a resumed run had written them all
+        return
+    coming: Future[Tensor] | None = pool.submit(reads[0])
     for following in (*reads[1:], None):
         assert coming is not None
         tensor = coming.result()
