@@ -7,13 +7,22 @@ import ctypes
 import gc
 
 
-def trim_memory() -> None:
-    """Give freed pieces back where the C library can (glibc; Windows and macOS do it their own way)."""
+_WORTH_IT = 32 << 20
+
+
+def trim_memory(freed: int) -> None:
+    """Give freed pieces, `freed` bytes in all, back where the C library can (glibc; Windows and macOS do it their own way).
+
+    Not for a little: what is given back comes again page by page.
+    """
+    if freed < _WORTH_IT:
+        return
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
 
 
-def release_memory() -> None:
-    """The same, after collecting what only refers to itself (a model does)."""
-    gc.collect()
-    trim_memory()
+def release_memory(freed: int) -> None:
+    """The same, after collecting what only refers to itself (a model does): a look at every object of torch and transformers."""
+    if freed >= _WORTH_IT:
+        gc.collect()
+        trim_memory(freed)

@@ -122,9 +122,10 @@ class Skeleton:
         return self.block(index)
 
     def free_block(self, index: int) -> None:
+        freed = sum(parameter.nbytes for parameter in self.block(index).parameters() if not parameter.is_meta)
         for name in self.layout.block_tensors(index):
             self._put(name, None)
-        trim_memory()
+        trim_memory(freed)
 
     def block_parameters(self, index: int) -> dict[str, Tensor]:
         """The loaded block's parameters by module name."""
@@ -439,8 +440,9 @@ def meta_model(hf_config: Any, family: Family, device: torch.device) -> nn.Modul
     """The transformers model with parameters on meta, buffers real, experts unfused, in eval mode."""
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
+    from transformers.initialization import no_init_weights
 
-    with init_empty_weights(include_buffers=False):
+    with no_init_weights(), init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(hf_config, dtype=torch.float32)
         if family.experts is not None:
             for name, module in list(model.named_modules()):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -153,7 +154,7 @@ def train_job(
     for index in range(student.n_blocks):
         student.free_block(index)
     student.free_head()
-    release_memory()
+    release_memory(4 * sum(math.prod(shape) for shape in student.source.shapes.values()))
     return trained
 
 

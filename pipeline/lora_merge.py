@@ -288,7 +288,7 @@ def write_merged(
                 syncing, waiting = syncer.submit(sync, entry), 0
         if syncing is not None:
             syncing.result()
-    release_memory()
+    release_memory(sum(spec.nbytes for spec in plan.specs))
     return records
 
 

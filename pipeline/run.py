@@ -125,15 +125,17 @@ class _Clock:
     def __init__(self) -> None:
         self.laps: dict[str, float] = {}
         self.memory: dict[str, int] = {}
+        self._begin()
+
+    def _begin(self) -> None:
         forget_peak()
+        self._held = peak_memory()
         self._last = time.perf_counter()
 
     def lap(self, name: str) -> None:
-        now = time.perf_counter()
-        self.laps[name], self._last = now - self._last, now
-        self.memory[name] = peak_memory()
-        release_memory()  # what one part leaves must not stand beside the next one
-        forget_peak()
+        self.laps[name], self.memory[name] = time.perf_counter() - self._last, peak_memory()
+        release_memory(self.memory[name] - self._held)  # what one part leaves must not stand beside the next one
+        self._begin()
 
 
 def fingerprint(plan: Plan, weights: dict[str, str]) -> dict[str, str]:

@@ -409,9 +409,10 @@ class BlockStreams:
 
     def expected(self, n_blocks: int) -> Tensor:
         """Logits [B, T, vocab] of the probe after `verify_blocks` blocks, computed from the weights in memory."""
+        held = sum(stream.buffer.nbytes for stream in (*self._calibrated.values(), *self._scratch.values()))
         self._calibrated.clear()  # nothing of it is needed any more
         self._scratch.clear()
-        release_memory()
+        release_memory(held + self.work.shards.nbytes)
         return self.logits("probe", self.skeleton, min(self.work.verify_blocks, n_blocks))
 
     def logits(self, name: str, skeleton: Skeleton, n_blocks: int) -> Tensor:

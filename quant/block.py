@@ -64,7 +64,7 @@ def rtn_block(
         dense = quantized.dequantize()
         record = ModuleRecord("rtn", weight_error(weight, dense))
         layers.append(_finish(skeleton, linear, quantized, dense, record))
-        trim_memory()
+        trim_memory(3 * weight.nbytes)
     return layers
 
 
@@ -140,17 +140,19 @@ def gptq_block(
 
     def change(stage: int) -> None:
         together: dict[int | None, dict[Scheme, list[Linear]]] = {}
+        freed = 0
         for linear in stages[stage]:
             sharing = together.setdefault(linear.expert, {})
             sharing.setdefault(_scheme(linear, settings, schemes), []).append(linear)
         for expert, sharing in together.items():
             seen = inputs.pop(expert)
+            freed += 4 * seen.moment.total.nbytes
             hessian, deviation = seen.moment.into_hessian(), seen.deviation and seen.deviation.mean()
             for scheme, linears in sharing.items():
                 known = (hessian, deviation, seen.moment.tokens)
                 layers.extend(_gptq_sharing_inputs(skeleton, linears, known, settings, scheme, storage))
         inputs.clear()
-        trim_memory()
+        trim_memory(freed)
 
     staged_block(skeleton, index, stream, stages, observe, change, paused, reference)
     return layers
