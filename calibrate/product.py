@@ -1,11 +1,16 @@
 """Products of float32 linear layers on the CPU through oneDNN, which torch ships beside the library that it calls.
 
 `nn.functional.linear` calls MKL there. On processors without AVX-512 (where this was timed) oneDNN takes 0.8 of its time
-at a thousand tokens; both add up float32 in some order. Where gradients are wanted, on other devices and dtypes, and in
-builds of torch without oneDNN, layers compute as they always do.
+at a thousand tokens; both add up float32 in some order, and only calibration, whose sums are statistics, is given to it:
+what verification compares with stock transformers is computed by the same library there and here, since the last bit
+decides where a model rounds its inputs or chooses an expert. Where gradients are wanted, on other devices and dtypes, and
+in builds of torch without oneDNN, layers compute as they always do.
 """
 
 from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
@@ -22,11 +27,17 @@ class Product(nn.Linear):
         return torch.ops.mkldnn._linear_pointwise(input, weight, self.bias, "none", [], "")
 
 
-def through_onednn(model: nn.Module) -> None:
-    """Let the model's linear layers compute so."""
-    for module in model.modules():
-        if type(module) is nn.Linear:
-            module.__class__ = Product
+@contextlib.contextmanager
+def through_onednn(model: nn.Module) -> Iterator[None]:
+    """Let the model's linear layers compute so while inside."""
+    layers = [module for module in model.modules() if type(module) is nn.Linear]
+    for layer in layers:
+        layer.__class__ = Product
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = nn.Linear
 
 
 def _have_onednn() -> bool:

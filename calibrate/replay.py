@@ -28,6 +28,7 @@ from ..checkpoint.disk import reserve
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear
 from ..checkpoint.writer import disk_errors
+from .product import through_onednn
 from .skeleton import Skeleton
 
 Window = tuple[
@@ -218,14 +219,14 @@ def staged_block(
     also gets that model's input, and its stream holds its outputs afterwards.
     """
     lanes = [_Lane(skeleton, index, stream, stages)]
-    try:
+    run = _run_paused if paused else _run_again
+    with contextlib.ExitStack() as stack:
+        stack.callback(lambda: [lane.remove() for lane in lanes])
         if beside is not None:
             lanes.append(_Lane(beside[0], index, beside[1], stages))
-        run = _run_paused if paused else _run_again
-        run(lanes, len(stages), len(stream.hidden), observe, change)
-    finally:
         for lane in lanes:
-            lane.remove()
+            stack.enter_context(through_onednn(lane.skeleton.block(index)))
+        run(lanes, len(stages), len(stream.hidden), observe, change)
 
 
 class _Lane:

@@ -28,7 +28,6 @@ from ..checkpoint.layout import ModelLayout, Place, resolve_layout, text_config
 from ..checkpoint.source import ReadsAhead, TensorSource
 from .experts import UnfusedExperts
 from .memory import trim_memory
-from .product import through_onednn
 
 
 @dataclass(frozen=True)
@@ -448,7 +447,6 @@ def meta_model(hf_config: Any, family: Family, device: torch.device) -> nn.Modul
             for name, module in list(model.named_modules()):
                 if name.endswith(f".{family.experts.module}"):
                     model.set_submodule(name, UnfusedExperts.like(module))
-    through_onednn(model)
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
