@@ -6,7 +6,6 @@ import contextlib
 import ctypes
 import gc
 
-
 _WORTH_IT = 32 << 20
 
 
@@ -22,7 +21,7 @@ def trim_memory(freed: int) -> None:
 
 
 def release_memory(freed: int) -> None:
-    """The same, after collecting what only refers to itself (a model does): a look at every object of torch and transformers."""
+    """The same, after collecting what only refers to itself (a model does), which looks at every object of torch."""
     if freed >= _WORTH_IT:
         gc.collect()
         trim_memory(freed)
