@@ -6,7 +6,8 @@ import contextlib
 import ctypes
 import gc
 
-_WORTH_IT = 32 << 20
+_WORTH_TRIMMING = 8 << 20
+_WORTH_COLLECTING = 32 << 20
 
 
 def trim_memory(freed: int) -> None:
@@ -14,7 +15,7 @@ def trim_memory(freed: int) -> None:
 
     Not for a little: what is given back comes again page by page.
     """
-    if freed < _WORTH_IT:
+    if freed < _WORTH_TRIMMING:
         return
     with contextlib.suppress(AttributeError, OSError, TypeError):
         ctypes.CDLL(None).malloc_trim(0)
@@ -22,6 +23,6 @@ def trim_memory(freed: int) -> None:
 
 def release_memory(freed: int) -> None:
     """The same, after collecting what only refers to itself (a model does), which looks at every object of torch."""
-    if freed >= _WORTH_IT:
+    if freed >= _WORTH_COLLECTING:
         gc.collect()
-        trim_memory(freed)
+    trim_memory(freed)

@@ -25,13 +25,12 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
 from ..checkpoint.errors import SutureError
 from .documents import Conversation, Documents
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedTokenizerBase
 
 # Without any of these, transformers 5 builds an empty tokenizer for several families instead of failing.
@@ -83,6 +82,8 @@ class TokenBlocks:
 
     def batches(self, size: int) -> tuple[list[Tensor], list[Tensor | None]]:
         """(ids, positions), both by batches of `size` sequences."""
+        import torch  # here, since reading text needs none
+
         ids = list(torch.from_numpy(self.ids).split(size))
         positions = self.positions
         return ids, [None] * len(ids) if positions is None else list(torch.from_numpy(positions).split(size))

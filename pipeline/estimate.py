@@ -123,7 +123,8 @@ def estimated(
     if evaluations:
         memory["report"] = base + _scoring(skeleton, sizes, evaluations, available // 3)
     allowed = available * 6 // 10, max(memory.values())
-    blocks = _verify_blocks(recipe, sizes, widened, _FRESH_PROCESS + _LOADING + 3 * logits, *allowed)
+    n_blocks = max(step.prepared.n_blocks for step in steps)
+    blocks = _verify_blocks(recipe, sizes, n_blocks, widened, _FRESH_PROCESS + _LOADING + 3 * logits, *allowed)
     memory["reload"] = _FRESH_PROCESS + _LOADING + sizes.reloaded(blocks, widened) + 3 * logits
     disk, free = _disk(recipe, steps, 2 * hidden + logits)
     return Estimate(memory, disk, _seconds(skeleton, steps, calibration), paused, blocks, available, free)
@@ -169,10 +170,10 @@ def _scoring(skeleton: Skeleton, sizes: _Sizes, evaluations: Sequence[Evaluation
     return blocks + 2 * sizes.head + 2 * LOGIT_BYTES + activations + (states if states <= budget else 0)
 
 
-def _verify_blocks(recipe: Recipe, sizes: _Sizes, widened: bool, beside: int, free: int, modest: int) -> int:
-    """All blocks when they fit into `free` bytes; else as many as fit into what the run takes itself, and at least one:
-    a model that is streamed because it is larger than memory must not be checked at the price of all memory."""
-    n = sizes.n_blocks
+def _verify_blocks(recipe: Recipe, sizes: _Sizes, n: int, widened: bool, beside: int, free: int, modest: int) -> int:
+    """All `n` blocks of the output when they fit into `free` bytes; else as many as fit into what the run takes itself, and
+    at least one: a model that is streamed because it is larger than memory must not be checked at the price of all
+    memory."""
     if recipe.verify == "full" or (recipe.verify == "auto" and beside + sizes.reloaded(n, widened) < free):
         return n
     return max([1, *(k for k in range(1, n + 1) if beside + sizes.reloaded(k, widened) <= min(free, modest))])

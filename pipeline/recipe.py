@@ -549,7 +549,7 @@ def _validate(
             for path, found in _booleans_read_as_numbers(_plain(data), made)
         ]
     except ValidationError as error:
-        made, wrong = None, error.errors()
+        made, wrong = None, [_found_in(data, problem) for problem in error.errors()]
     if made is None or wrong:
         problems = [_explain(model, problem, where, source, prefix) for problem in wrong]
         raise SutureError("; ".join(problems), "nothing was read or written")
@@ -568,6 +568,17 @@ def _booleans_read_as_numbers(data: Any, made: Any, path: tuple[str | int, ...] 
         parts = [made, *made.sets] if isinstance(made, ReportSettings) else made  # a report may be a list of texts
         for i, (value, part) in enumerate(zip(data, parts, strict=False) if isinstance(parts, list | tuple) else ()):
             yield from _booleans_read_as_numbers(value, part, (*path, i))
+
+
+def _found_in(data: Mapping[str, Any], problem: Any) -> dict[str, Any]:
+    """The problem where the user wrote it, since a `report` may be a list of texts; true and false are no numbers at all,
+    whatever their limits."""
+    loc = tuple(problem["loc"])
+    if loc[:2] == ("report", "sets") and isinstance(data.get("report"), list) and len(loc) > 2:
+        loc = ("report", loc[2] + 1, *loc[3:])
+    limits = problem["type"].startswith(("greater_than", "less_than"))
+    number = {"msg": "a number was expected"} if limits and isinstance(problem["input"], bool) else {}
+    return {**problem, "loc": loc, **number}
 
 
 def _explain(model: type[BaseModel], problem: Any, where: str, source: Any, prefix: str) -> str:

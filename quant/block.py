@@ -146,7 +146,7 @@ def gptq_block(
             sharing.setdefault(_scheme(linear, settings, schemes), []).append(linear)
         for expert, sharing in together.items():
             seen = inputs.pop(expert)
-            freed += 4 * seen.moment.total.nbytes
+            freed += seen.moment.total.nbytes
             hessian, deviation = seen.moment.into_hessian(), seen.deviation and seen.deviation.mean()
             for scheme, linears in sharing.items():
                 known = (hessian, deviation, seen.moment.tokens)

@@ -417,7 +417,7 @@ def test_b3_neox_with_its_old_keys_stretches_too(apply, tmp_path):
 @pytest.mark.parametrize("name", ["L1", "GP"])
 def test_a_model_too_large_to_reload_whole_is_verified_by_its_first_layers(apply, monkeypatch, name):
     """The output's first layers, which are not the input's."""
-    monkeypatch.setattr("suture.pipeline.plan._verify_blocks", lambda plan: 2)
+    monkeypatch.setattr("suture.pipeline.estimate._verify_blocks", lambda *_: 2)
     source, done = apply(name, {"layers": {"order": [1, 1, 0]}}, {"reshard": {"max_shard_size": "50KB"}})
     assert (done.manifest["verification"]["blocks"], done.manifest["verification"]["of_blocks"]) == (2, 3)
     assert "kl" not in done.manifest["receipts"][0]  # two of three layers say nothing about the input's

@@ -89,9 +89,9 @@ INSTANCES = {
         "lora heal out/w2 out/healed2 --teacher builtin:tiny --data builtin:novels --set r=4 --set tokens=20000 --resume",
     ],
     "suture lora combine": [
-        "lora combine out/sum adapter=0.5 out/extracted",
-        "lora combine out/ties adapter out/extracted=0.5 --method ties --rank 4",
-        "lora combine out/dare adapter out/extracted=0.5 --method dare --rank 4",
+        "lora combine out/sum out/healed=0.5 out/healed2",
+        "lora combine out/ties out/healed out/healed2=0.5 --method ties --rank 4",
+        "lora combine out/dare out/healed out/healed2=0.5 --method dare --rank 4",
     ],
     "suture lora transport": [
         "apply builtin:tiny permuted --step 'permute: {heads: random, neurons: random}'",

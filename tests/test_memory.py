@@ -20,7 +20,7 @@ SHAPE = {
     "vocab_size": 2048,
 }
 BLOCK = 4 * (4 * 512 * 512 + 3 * 512 * 1408)  # bytes in float32
-FEW, MANY = 2, 8  # blocks: the larger model has 77 MB more in float32
+FEW, MANY = 2, 16  # blocks: the larger model has 180 MB more in float32
 STEPS = {
     "gptq": [{"gptq": {"bits": 4, "group_size": 64, "search": False}}],
     "surgery": [{"permute": {"heads": "random", "neurons": "random"}}, {"cast": {"dtype": "float16"}}],
@@ -57,12 +57,12 @@ def facts(models, directory, layers, kind):
 
 
 @pytest.mark.parametrize("kind", STEPS)
-def test_j4_four_times_the_blocks_take_no_more_memory(models, tmp_path, kind):
-    """Steps, perplexity and KL. A run that held the model, even as stored, would take 38 MB more."""
+def test_j4_eight_times_the_blocks_take_no_more_memory(models, tmp_path, kind):
+    """Steps, perplexity and KL. A run that held the model, even as stored, would take 90 MB more."""
     small, large = (facts(models, tmp_path, layers, kind) for layers in (FEW, MANY))
     for part in ("preflight", "steps", "report"):
         grown = large["memory"][part] - small["memory"][part]
-        assert grown < (MANY - FEW) * BLOCK / 2 * 0.75, f"{part}: {grown >> 20} MB more"
+        assert grown < (MANY - FEW) * BLOCK / 2 * 0.6, f"{part}: {grown >> 20} MB more"
     for run in (small, large):
         for part in ("preflight", "steps"):
             found, guess = run["memory"][part], run["predicted"]["memory"][part]

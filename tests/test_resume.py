@@ -60,7 +60,7 @@ def adapter(directory: Path) -> None:
     for block in range(3):
         prefix = f"base_model.model.model.layers.{block}.self_attn.q_proj"
         tensors[f"{prefix}.lora_A.weight"] = torch.randn(4, 64, generator=generator)
-        tensors[f"{prefix}.lora_B.weight"] = torch.randn(64, 4, generator=generator)
+        tensors[f"{prefix}.lora_B.weight"] = 0.1 * torch.randn(64, 4, generator=generator)
     save_file(tensors, directory / "adapter_model.safetensors", metadata={"format": "pt"})
     config = {"peft_type": "LORA", "r": 4, "lora_alpha": 10, "target_modules": ["q_proj"]}
     (directory / "adapter_config.json").write_text(json.dumps(config))
