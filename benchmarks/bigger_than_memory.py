@@ -19,7 +19,7 @@ import time
 from pathlib import Path
 
 import numpy as np
-from random_llama import shape, write_adapter, write_model
+from random_llama import add_shape_options, asked_shape, write_adapter, write_model
 
 RECIPES = {
     "rtn": [{"rtn": {"bits": 4, "group_size": 128}}],
@@ -81,25 +81,13 @@ def show(what, facts, kernel, seconds):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("work", type=Path)
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--inner", type=int, default=11008)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int)
-    parser.add_argument("--vocabulary", type=int, default=32000)
+    add_shape_options(parser, layers=32, hidden=4096, inner=11008, heads=32, vocabulary=32000)
     parser.add_argument("--tokens", default="8x256", help="calibration text")
     parser.add_argument("--window", type=int, default=512)
     parser.add_argument("--shard", type=int, default=5_000_000_000)
     parser.add_argument("--what", nargs="+", default=list(RECIPES), choices=list(RECIPES))
     arguments = parser.parse_args()
-    config = shape(
-        arguments.hidden,
-        arguments.inner,
-        arguments.layers,
-        arguments.vocabulary,
-        arguments.heads,
-        arguments.kv_heads,
-    )
+    config = asked_shape(arguments)
     arguments.work.mkdir(parents=True)
     try:
         nbytes = write_model(arguments.work / "model", config)

@@ -17,7 +17,7 @@ import time
 from dataclasses import dataclass, field
 
 import torch
-from random_llama import linears, shape
+from random_llama import add_shape_options, asked_shape, linears
 
 from suture.calibrate.replay import Stream, run_block
 from suture.calibrate.skeleton import open_skeleton
@@ -74,27 +74,15 @@ def timed(device, work):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--layers", type=int, default=32)
-    parser.add_argument("--blocks", type=int, default=2, help="of them, to be measured")
-    parser.add_argument("--hidden", type=int, default=4096)
-    parser.add_argument("--inner", type=int, default=14336)
-    parser.add_argument("--heads", type=int, default=32)
-    parser.add_argument("--kv-heads", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=128256)
+    add_shape_options(parser, layers=32, hidden=4096, inner=14336, heads=32, kv_heads=8, vocabulary=128256)
+    parser.add_argument("--blocks", type=int, default=2, help="of the layers, to be measured")
     parser.add_argument("--samples", type=int, default=128)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=1, help="sequences per forward")
     parser.add_argument("--paused", action="store_true", help="forwards wait at each stage: one per block, more memory")
     arguments = parser.parse_args()
     device = arguments.device
-    config = shape(
-        arguments.hidden,
-        arguments.inner,
-        arguments.layers,
-        arguments.vocabulary,
-        arguments.heads,
-        arguments.kv_heads,
-    )
+    config = asked_shape(arguments)
     skeleton = open_skeleton(Drawn(config, device), device=device)
     ids = torch.randint(
         0, arguments.vocabulary, (arguments.samples, arguments.length), generator=torch.Generator().manual_seed(0)

@@ -27,6 +27,18 @@ def shape(hidden, inner, layers, vocabulary, heads, kv_heads=None):
     }
 
 
+def add_shape_options(parser, **defaults):
+    """--layers, --hidden, ... with these defaults; `asked_shape` reads them."""
+    for name in ("layers", "hidden", "inner", "heads", "kv_heads", "vocabulary"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=defaults.get(name))
+
+
+def asked_shape(arguments):
+    """The config.json that the options ask for."""
+    asked = vars(arguments)
+    return shape(*(asked[name] for name in ("hidden", "inner", "layers", "vocabulary", "heads", "kv_heads")))
+
+
 def linears(config):
     """Path in a block -> (out, in)."""
     hidden, inner = config["hidden_size"], config["intermediate_size"]

@@ -104,9 +104,7 @@ def load_tokenizer(directory: str | Path) -> PreTrainedTokenizerBase:
         tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
         found = tokenizer.encode("a", add_special_tokens=False)
         prefix_id(tokenizer)
-    except (
-        BaseException
-    ) as error:  # OSError, ValueError, TypeError, ImportError, a plain Exception or a panic from Rust
+    except BaseException as error:  # of any kind, a panic from Rust among them, which is no Exception
         if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
             raise
         reason = (str(error).strip().splitlines() or [""])[0]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..lora.settings import HealSettings, MergeSettings
 from ..quant.settings import (
     AllocateSettings,
@@ -57,6 +59,17 @@ from . import bitsandbytes as bnb
 from .heal_rounding import check_next
 from .step import StepKind, always, never
 
+_GPTQ = StepKind(
+    GPTQSettings,
+    "GPTQ",
+    always,
+    True,
+    quantize.prepare,
+    quantize.run,
+    quantize.rehearsal,
+    decide=quantize.decide,
+)
+
 STEPS: dict[str, StepKind] = {
     "mla": StepKind(
         MLASettings,
@@ -85,26 +98,8 @@ STEPS: dict[str, StepKind] = {
         on_answers=lambda settings: settings.on_answers,
     ),
     "rtn": StepKind(RTNSettings, "round to nearest", never, True, quantize.prepare, quantize.run, quantize.rehearsal),
-    "gptq": StepKind(
-        GPTQSettings,
-        "GPTQ",
-        always,
-        True,
-        quantize.prepare,
-        quantize.run,
-        quantize.rehearsal,
-        decide=quantize.decide,
-    ),
-    "learn": StepKind(
-        LearnSettings,
-        "GPTQ with trained rounding",
-        always,
-        True,
-        quantize.prepare,
-        quantize.run,
-        quantize.rehearsal,
-        decide=quantize.decide,
-    ),
+    "gptq": _GPTQ,
+    "learn": replace(_GPTQ, settings=LearnSettings, summary="GPTQ with trained rounding"),
     "allocate": StepKind(
         AllocateSettings,
         "widths per layer under a budget, then GPTQ",
