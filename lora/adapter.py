@@ -51,7 +51,10 @@ _KINDS: tuple[tuple[str, str], ...] = (
     ("base bias", r"base_layer\.bias"),
     ("weight", r"(?:modules_to_save(?:\.[^.]+)?\.)?weight"),
     ("bias", r"(?:modules_to_save(?:\.[^.]+)?\.)?bias"),
+    ("gate_up_proj", r"(?:modules_to_save(?:\.[^.]+)?\.)?gate_up_proj"),  # of all experts, in one parameter
+    ("down_proj", r"(?:modules_to_save(?:\.[^.]+)?\.)?down_proj"),
 )
+EXPERTS = ("gate_up_proj", "down_proj")
 _OTHER_KINDS = {
     "lora_diag": "KaSA",
     "lora_E": "AdaLoRA",
@@ -93,15 +96,18 @@ class Adapter:
     notes: tuple[str, ...]
     in_memory: Mapping[str, Tensor] = field(default_factory=dict)
 
-    def read(self, key: str) -> Tensor:
-        """The tensor in float32. Raises SutureError when it holds NaN or inf."""
+    def read(self, key: str, index: int | None = None) -> Tensor:
+        """The tensor, or its part `index`, in float32. Raises SutureError when it holds NaN or inf."""
         info = self.tensors[key]
         if info.start < 0:
-            tensor = self.in_memory[key].float()
+            tensor = self.in_memory[key] if index is None else self.in_memory[key][index]
+            tensor = tensor.float()
         else:
-            raw = read_range(info.file, info.start, info.nbytes)
+            shape = info.shape if index is None else info.shape[1:]
+            nbytes = info.nbytes if index is None else info.nbytes // info.shape[0]
+            raw = read_range(info.file, info.start + (index or 0) * nbytes, nbytes)
             stored = torch.frombuffer(raw, dtype=torch_dtype_of(info)) if raw else torch.empty(0)
-            tensor = stored.reshape(info.shape).float()
+            tensor = stored.reshape(shape).float()
         bad = int((~torch.isfinite(tensor)).sum())
         if bad:
             raise SutureError(
@@ -213,9 +219,17 @@ def sort_keys(keys: list[str]) -> tuple[tuple[Part, ...], dict[str, str], list[s
             unknown.append(key)
             continue
         path, level, kind = read
-        other = collected.setdefault((path, level), {}).setdefault(kind, key)
+        kinds = collected.setdefault((path, level), {})
+        other = kinds.get(kind, key)
         if other != key:
-            raise SutureError(f"adapter keys {other} and {key} both mean the {kind} of {path}", "remove one of them")
+            copies = [k for k in (other, key) if ".modules_to_save." in k]
+            if len(copies) != 1:
+                raise SutureError(
+                    f"adapter keys {other} and {key} both mean the {kind} of {path}", "remove one of them"
+                )
+            ignored[copies[0]] = "PEFT's second copy of a bias that was trained in full (bias: all)"
+            key = other if copies[0] == key else key
+        kinds[kind] = key
     return tuple(Part(path, kinds, level) for (path, level), kinds in collected.items()), ignored, unknown
 
 

@@ -77,7 +77,8 @@ def arrange(
     )
     notes = list(matched.notes)
     embedding, head = _ends(layout)
-    untie = layout.head is None and _parts_ways(adapters, matched.changes.get(embedding), matched.changes.get(head))
+    ends = (matched.changes.get(embedding), matched.changes.get(head))
+    untie = layout.head is None and _parts_ways(adapters, *ends, layout.family.embedding)
     if untie:
         _share_base(matched.changes, embedding, head)
         name = head_name(layout)
@@ -105,32 +106,29 @@ def _ends(layout: ModelLayout) -> tuple[str, str]:
     return f"{family.stem}{family.embedding}.weight", f"{family.head}.weight"
 
 
-def _parts_ways(adapters: list[Weighted], embedding: Change | None, head: Change | None) -> bool:
-    """Whether a tied tensor has to become two."""
-    if embedding is None and head is None:
+def _parts_ways(adapters: list[Weighted], embedding: Change | None, head: Change | None, name: str) -> bool:
+    """Whether a tied tensor has to become two. `name`: of the embedding; ensure_weight_tying ties only `embed_tokens`."""
+    if (embedding is None and head is None) or same_change(embedding, head):
         return False
     if all(weighted.adapter.config.tied for weighted in adapters):
-        if embedding is not None and head is not None and not same_change(embedding, head):
+        given = [change for change in (embedding, head) if change is not None]
+        magnitudes = any("magnitude" in low.part.keys for change in given for low in change.low_rank)
+        if len(given) == 2 and not magnitudes:
             raise SutureError(
                 "ensure_weight_tying is set, but the adapter changes embedding and head differently",
                 "the adapter's config is not of this file",
             )
-        return False
-    if same_change(embedding, head):
-        return False
+        if len(given) == 1 and name == "embed_tokens":
+            return False
     if head is not None or embedding is None or embedding.low_rank:
         return True
     # only the embedding: rows of a token adapter, and a table that merely grew, are the head's as well
-    saved = any(
-        name == "embed_tokens" or embedding.parameter.removesuffix(".weight").endswith(name)
-        for weighted in adapters
-        for name in weighted.adapter.config.modules_to_save
-    )
-    return bool(embedding.replaced) and saved
+    saved = {s.rpartition(".")[2] for weighted in adapters for s in weighted.adapter.config.modules_to_save}
+    return bool(embedding.replaced) and name in saved
 
 
 def _share_base(changes: dict[str, Change], embedding: str, head: str) -> None:
-    """What PEFT saved of the tensor below its LoRA is the base of both."""
+    """What PEFT saved of the tensor below its LoRA is the base of both, and rows trained in the embedding are the head's."""
     for one, other in ((embedding, head), (head, embedding)):
         change = changes.get(one)
         if change is None:
@@ -139,6 +137,9 @@ def _share_base(changes: dict[str, Change], embedding: str, head: str) -> None:
         mine = changes.get(other)
         if below and (mine is None or not mine.replaced):
             changes.setdefault(other, Change(other)).replaced.extend(below)
+    first, second = changes.get(embedding), changes.get(head)
+    if first is not None and first.rows and not (second is not None and (second.rows or second.replaced)):
+        changes.setdefault(head, Change(head)).rows.extend(first.rows)
 
 
 def _biased(arranged: Arranged, layout: ModelLayout, changes: Mapping[str, Change]) -> Arranged:

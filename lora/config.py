@@ -118,11 +118,19 @@ class AdapterConfig:
 
     def targets(self, path: str, block: int | None = None) -> bool:
         """Whether PEFT would put a LoRA on the module at `path`, in block `block`. False for a null target_modules."""
-        if self.target_modules is None or matches(self.exclude_modules, path):
+        if self.target_modules is None or matches(self.exclude_modules, path) or self.saves(path):
             return False
         if self.layers_to_transform is not None and block is not None and block not in self.layers_to_transform:
             return False
         return matches(self.target_modules, path)
+
+    def saves(self, path: str) -> bool:
+        """Whether the module at `path` is trained in full, alone or inside of one that is."""
+        return any(f".{name}." in f".{path}." for name in self.modules_to_save)
+
+    def is_parameter(self, path: str) -> bool:
+        """Whether the LoRA of the module at `path` is one of its parameter `weight` (`target_parameters`)."""
+        return matches(self.target_parameters, f"{path}.weight")
 
 
 def matches(wanted: tuple[str, ...] | str | None, path: str) -> bool:

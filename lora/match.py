@@ -18,11 +18,14 @@ from torch import Tensor
 
 from ..checkpoint.errors import SutureError, did_you_mean
 from ..checkpoint.layout import Linear, ModelLayout
-from .adapter import Adapter, Part
-from .config import unmatched_patterns
+from .adapter import EXPERTS, Adapter, Part
+from .config import matches, unmatched_patterns
 from .delta import Delta, olora, pissa
 
 ExpertLayout = Literal["peft", "expert-major"]
+# What PEFT writes for every model of an architecture that can have experts, also for one without any.
+_ADDED_PATTERNS = (r".*\.gate_up_proj",)
+_ADDED_PARAMETERS = ("gate_up_proj", "down_proj", "gate.weight")
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,9 +71,13 @@ class Stored:
     key: str
     rows: tuple[int, ...] = ()
     scale: float = 1.0
+    expert: tuple[int, tuple[int, int]] | None = None  # its number and rows, of a tensor that holds all experts
 
     def read(self) -> Tensor:
-        return self.adapter.read(self.key)
+        if self.expert is None:
+            return self.adapter.read(self.key)
+        number, (first, last) = self.expert
+        return self.adapter.read(self.key, number)[first:last]
 
 
 @dataclass(eq=False)
@@ -86,7 +93,11 @@ class Change:
     @property
     def shape(self) -> tuple[int, ...] | None:
         """The shape that a replacement gives it."""
-        return self.replaced[0].adapter.shape(self.replaced[0].key) if self.replaced else None
+        if not self.replaced:
+            return None
+        first = self.replaced[0]
+        shape = first.adapter.shape(first.key)
+        return shape if first.expert is None else (first.expert[1][1] - first.expert[1][0], shape[-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -254,10 +265,9 @@ class _One:
 
     def _match(self, part: Part) -> bool:
         block = _block_number(part.path)
-        if part.path in self.names.experts and part.low_rank:
-            if self._left_out(part, block):
-                return True
-            self._match_experts(part)
+        if part.path in self.names.experts and (part.low_rank or set(part.keys) <= set(EXPERTS)):
+            if not self._left_out(part, block):
+                self._match_experts(part) if part.low_rank else self._replace_experts(part)
             return True
         module = self.names.modules.get(part.path)
         if module is None or part.level:
@@ -336,7 +346,9 @@ class _One:
         shape = self.shapes[weight]
         linear = self.names.linears.get(module)
         embedding = "embedding A" in part.keys
-        stored = "embedding" if embedding else "transposed" if linear is not None and linear.conv1d else "linear"
+        as_parameter = self.config.is_parameter(part.path)  # B A is then added to what is stored, transposed or not
+        conv1d = linear is not None and linear.conv1d and not as_parameter
+        stored = "embedding" if embedding else "transposed" if conv1d else "linear"
         grown = self.adapter.shape(part.keys["base weight"]) if "base weight" in part.keys else shape
         rows = grown[0]
         wanted = (rows, shape[1]) if stored != "linear" else (shape[1], rows)  # (in of A, out of B)
@@ -346,17 +358,24 @@ class _One:
         if (self.adapter.shape(A)[1], self.adapter.shape(B)[0]) != wanted:
             found = f"A {list(self.adapter.shape(A))} and B {list(self.adapter.shape(B))}"
             raise self._wrong_base(A, found, f"{weight} is {list(shape)}")
-        self._check_rank(part.path, self.adapter.shape(A)[0], A)
-        if self.residual == "olora" and stored != "linear":
+        path = f"{part.path}.weight" if as_parameter else part.path
+        self._check_rank(path, self.adapter.shape(A)[0], A)
+        # PEFT begins an embedding plainly, and a base that is stored with its LoRA is the one that training left
+        residual = "plain" if embedding or "base weight" in part.keys else self.residual
+        if residual != "plain" and as_parameter:
+            raise SutureError(
+                f"{self.adapter.file}: {A}: init_lora_weights '{residual}' on a parameter is not supported"
+            )
+        if residual == "olora" and stored != "linear":
             raise SutureError(f"{self.adapter.file}: {A}: PEFT's OLoRA is not defined for a layer stored transposed")
         key = part.keys.get("magnitude")
         if key is not None:
             length = shape[1] if stored != "linear" else rows
             if torch.Size(self.adapter.shape(key)).numel() != length:
                 raise self._wrong_base(key, self.adapter.shape(key), f"{module} has {length} outputs")
-        low = LowRank(self.adapter, self.share, part, stored, self.config.scale(part.path), None, self.residual)
+        low = LowRank(self.adapter, self.share, part, stored, self.config.scale(path), None, residual)
         self._change(weight).low_rank.append(low)
-        self.paths.append(part.path)
+        self.paths.append(path)
         used = [k for kind, k in part.keys.items() if kind in ("A", "B", "embedding A", "embedding B", "magnitude")]
         self.keys |= dict.fromkeys(used, f"{weight}: merged with scale {low.scale:g}")
 
@@ -423,10 +442,31 @@ class _One:
                 "trained elsewhere (Unsloth before 2026-09) set expert_layout: expert-major"
             )
 
+    def _replace_experts(self, part: Part) -> None:
+        """gate_up_proj [E, 2I, H] and down_proj [E, H, I], trained in full."""
+        block, module = self.names.experts[part.path]
+        mine = [x for x in self.names.layout.linears if x.block == block and x.expert is not None]
+        for projection, key in part.keys.items():
+            found = self.adapter.shape(key)
+            for linear in mine:
+                name = linear.role.rpartition(".")[2]
+                if (name == "down_proj") != (projection == "down_proj"):
+                    continue
+                rows, stacked = linear.out_features, 1 if projection == "down_proj" else 2
+                wanted = (1 + max(x.expert or 0 for x in mine), stacked * rows, linear.in_features)
+                if found != wanted:
+                    raise self._wrong_base(key, found, f"{module}.{projection} is {list(wanted)}")
+                first = rows if name == "up_proj" else 0
+                stored = Stored(self.adapter, self.share, key, expert=(linear.expert or 0, (first, first + rows)))
+                self._change(f"{linear.module}.weight").replaced.append(stored)
+            self.keys[key] = f"{module}.{projection}: replaced"
+
     # -- what the config promises ----------------------------------------------------------------------------------------
 
     def _check_patterns(self) -> None:
-        lost = unmatched_patterns(self.config, self.paths)
+        lost = [
+            p for p in unmatched_patterns(self.config, self.paths) if self.names.experts or p not in _ADDED_PATTERNS
+        ]
         if lost:
             ends = {path.rpartition(".")[2] for path in self.paths}
             raise SutureError(
@@ -442,7 +482,7 @@ class _One:
         saved = {change.parameter.removesuffix(".weight") for change in self.changes.values() if change.replaced}
         if isinstance(config.target_modules, tuple):
             for name in config.target_modules:
-                if not any(path == name or path.endswith(f".{name}") for path in self.paths):
+                if not any(matches((name,), path) for path in self.paths) and not self._left_to_none(name):
                     ends = {path.rpartition(".")[2] for path in self.paths}
                     raise SutureError(
                         f"{self.adapter.source}: target_modules names '{name}'{did_you_mean(name, ends)}, for which "
@@ -450,7 +490,8 @@ class _One:
                         "the adapter is incomplete, or the name is wrong: then remove it from adapter_config.json",
                     )
         for name in config.target_parameters:
-            if not any(path == name or path.endswith(f".{name}") for path in self.paths):
+            added = not self.names.experts and name in _ADDED_PARAMETERS
+            if not added and not any(matches((name,), path) for path in self.paths):
                 raise SutureError(
                     f"{self.adapter.source}: target_parameters names '{name}', for which the file holds no tensors",
                     "the adapter is incomplete, or its config is of another one",
@@ -481,6 +522,18 @@ class _One:
                     f"{self.adapter.source}: modules_to_save names '{name}', for which the file holds no tensors",
                     "the adapter is incomplete: a part that was trained would be lost",
                 )
+
+    def _left_to_none(self, name: str) -> bool:
+        """Whether all modules that a target names are excluded, trained in full, or in layers that are not transformed."""
+        named = [path for path in self._all_paths() if matches((name,), path)]
+        return bool(named) and not any(self.config.targets(path, _block_number(path)) for path in named)
+
+    def _all_paths(self) -> list[str]:
+        """Every module's name, in this adapter's style inside of blocks."""
+        stem = self.names.layout.family.stem
+        inside = {m for m in self.names.modules.values() if _block_number(m) is not None}
+        styled = [(self.style or stem) + m.removeprefix(stem) for m in inside]
+        return [*styled, *(m for m in self.names.modules.values() if m not in inside)]
 
     def _replaced_modules(self) -> set[str]:
         paths = {part.path for part in self.adapter.parts if {"weight", "bias"} & set(part.keys)}

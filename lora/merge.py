@@ -49,15 +49,22 @@ def deltas_of(change: Change, W: Tensor) -> list[Delta]:
 
 
 def replacement(change: Change, W: Tensor) -> Tensor:
-    """The parameter before low-rank changes, float32: W, or what replaces it, or W + sum of shares of the differences."""
-    if not change.replaced:
+    """The parameter before low-rank changes, float32: W, or what replaces it or rows of it, or W + sum of shares of the
+    differences. A LoRA beside trained rows (a tied head's) is PEFT's LoRA of the table with those rows."""
+    whole, rows = change.replaced, change.rows
+    if not whole and not rows:
         return W.float()
-    if len(change.replaced) == 1 and change.replaced[0].share == 1:
-        return change.replaced[0].read()
-    total = _grown(W.float(), change.replaced[0].adapter.shape(change.replaced[0].key))
-    start = total.clone()
-    for stored in change.replaced:
-        total += stored.share * (stored.read() - start)
+    start = _grown(W.float(), change.shape) if change.shape else W.float()
+    if len(whole) == 1 and whole[0].share == 1:
+        total = whole[0].read()
+    else:
+        total = start.clone()
+        for stored in whole:
+            total += stored.share * (stored.read() - start)
+    for stored in rows:
+        index, new = torch.tensor(stored.rows), stored.read()
+        alone = len(rows) == 1 and stored.share == 1
+        total[index] = new if alone else total[index] + stored.share * (new - start[index])
     return total
 
 
@@ -67,13 +74,9 @@ def _grown(W: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def finish(change: Change, W: Tensor) -> Tensor:
-    """Addends and trained rows, which come after everything else; W float32, changed in place."""
+    """Addends, which come after everything else; W float32, changed in place."""
     for stored in change.added:
         W += stored.share * stored.scale * stored.read()
-    for stored in change.rows:
-        index = torch.tensor(stored.rows)
-        rows = stored.read()
-        W[index] = rows if stored.share == 1 else W[index] + stored.share * (rows - W[index])
     return W
 
 
@@ -151,7 +154,7 @@ class Live:
         for piece in self._pieces.get(name, ()):
             part = cut(tensor, piece.place)
             change = piece.change
-            hooked = bool(change.low_rank) and not self.merged and not change.rows
+            hooked = bool(change.low_rank) and not self.merged
             exact = finish(change, replacement(change, part).clone()) if hooked else merged_parameter(change, part)
             if piece.place.expert is None:
                 tensor = exact
@@ -169,8 +172,6 @@ class Live:
         (piece,) = pieces
         W = self.read(name)
         looked_up = W[list(rows)]
-        if piece.change.rows:
-            return looked_up  # already merged: rows that were trained replace what the lookup gives
         for low in piece.change.low_rank:
             delta = low.delta(W)
             added = delta.L[list(rows)] @ delta.R
@@ -192,7 +193,7 @@ def hooked(skeleton: Skeleton, live: Live, parameters: Sequence[str]) -> Iterato
         change = live.changes.get(parameter)
         if parameter == head and live.layout.head is None:
             change = live.changes.get(embedding, change)
-        if change is None or not change.low_rank or parameter == embedding or change.rows:
+        if change is None or not change.low_rank or parameter == embedding:
             continue
         module = skeleton.model.get_submodule(parameter.removesuffix(".weight"))
         if type(module).__name__ not in ("Linear", "Conv1D"):  # a router: its weight is read by other code

@@ -136,6 +136,55 @@ def test_f1_f2_a_tied_model_gets_what_was_trained_where_peft_does_and_where_it_d
     assert off < 1e-5 if peft_is_right else off > 0.05
 
 
+# ---- what PEFT's settings do to one another
+
+
+MIXED = {
+    "MX: the router, a parameter": {"target_modules": "all-linear"},
+    "DS: what is added for experts that it has not": {"target_modules": "all-linear"},
+    "L1: parameters": {
+        "target_modules": [],
+        "target_parameters": ["q_proj.weight", "embed_tokens.weight"],
+        "alpha_pattern": {"q_proj.weight": 3, "embed_tokens.weight": 7},
+    },
+    "GP: parameters stored transposed": {
+        "target_modules": [],
+        "target_parameters": ["c_attn.weight", "attn.c_proj.weight"],
+    },
+    "MX: experts saved": {"target_modules": ["q_proj"], "modules_to_save": ["mlp"]},
+    "L1: targets that are excluded": {"target_modules": ["q_proj", "up_proj"], "exclude_modules": ["up_proj"]},
+    "L1: targets that are saved": {"target_modules": ["q_proj", "up_proj"], "modules_to_save": ["mlp"]},
+    "GP: biases of saved norms, twice": {
+        "target_modules": ["c_attn"],
+        "modules_to_save": ["ln_1"],
+        "bias": "all",
+    },
+    "L1: pissa of a head, whose residual is stored": {"target_modules": ["lm_head"], "init_lora_weights": "pissa"},
+    "L1: pissa of an embedding, which is plain": {
+        "target_modules": ["embed_tokens", "q_proj"],
+        "init_lora_weights": "pissa",
+    },
+    "L2: a head's LoRA over trained tokens": {"target_modules": ["lm_head"], "trainable_token_indices": [3, 77]},
+    "L2: one adapter, two magnitudes": {
+        "target_modules": ["embed_tokens"],
+        "ensure_weight_tying": True,
+        "use_dora": True,
+    },
+    "GP: a name that PEFT does not tie": {"target_modules": ["wte"], "ensure_weight_tying": True},
+    "GP: nor when it is saved": {
+        "target_modules": ["c_attn"],
+        "modules_to_save": ["wte"],
+        "ensure_weight_tying": True,
+    },
+}
+
+
+@pytest.mark.parametrize("case", MIXED)
+def test_f13_settings_together_are_the_unmerged_model(shelf, tmp_path, case):
+    model = shelf(case.partition(":")[0])
+    assert_merged(model, trained(model, tmp_path / "adapter", **MIXED[case]), tmp_path / "out")
+
+
 # ---- embeddings, tokens, grown vocabularies
 
 
