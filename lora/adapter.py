@@ -283,6 +283,15 @@ def _check_parts(adapter: Adapter) -> None:
                 )
         if part.low_rank:
             _check_shapes(adapter, part)
+    if adapter.config.lora_bias:
+        bare = [p for p in adapter.parts if "A" in p.keys and "B bias" not in p.keys]
+        if bare:
+            raise SutureError(
+                f"{adapter.file}: lora_bias is set, but {bare[0].path} has no lora_B.bias",
+                "the adapter is incomplete: save or download it again",
+            )
+    elif any("B bias" in part.keys for part in adapter.parts):
+        raise SutureError(f"{adapter.file}: it holds lora_B's biases, but {CONFIG} says lora_bias: false", "correct it")
     if adapter.config.dora:
         bare = [p for p in adapter.parts if p.low_rank and "magnitude" not in p.keys]
         if bare:

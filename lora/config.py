@@ -120,7 +120,9 @@ class AdapterConfig:
         """Whether PEFT would put a LoRA on the module at `path`, in block `block`. False for a null target_modules."""
         if self.target_modules is None or matches(self.exclude_modules, path) or self.saves(path):
             return False
-        if self.layers_to_transform is not None and block is not None and block not in self.layers_to_transform:
+        # layers_to_transform selects among ends of names: neither a regular expression nor a whole path asks for it
+        ends = isinstance(self.target_modules, tuple) and path not in self.target_modules
+        if ends and self.layers_to_transform and block not in self.layers_to_transform:
             return False
         return matches(self.target_modules, path)
 
@@ -168,7 +170,7 @@ def parse_config(raw: Mapping[str, Any], where: str) -> tuple[AdapterConfig, tup
     """`read_config` for content that is already in memory."""
     kind = raw.get("peft_type")
     if kind != "LORA":
-        near = did_you_mean(kind, ["LORA"]) if isinstance(kind, str) else ""
+        near = did_you_mean(kind, ["LORA"]) if isinstance(kind, str) and kind.upper() == "LORA" else ""
         raise SutureError(
             f"{where}: peft_type is {kind!r}{near}; only LORA adapters can be read",
             "PEFT's save_as_lora turns other kinds into a LoRA by SVD",

@@ -106,9 +106,9 @@ def merge_into(W: Tensor, deltas: Sequence[Delta]) -> Rounding:
         exact = merged(before, deltas, (start, stop), factors)
         stored = exact.to(W.dtype)
         same += int((stored == W[start:stop]).sum())
-        W[start:stop] = stored
         change, error = exact - before, stored.float() - exact
         weight += float(before.square().sum())
+        W[start:stop] = stored  # last: `before` of a float32 weight is that weight
         delta2 += float(change.square().sum())
         along += float((change * error).sum())
         error2 += float(error.square().sum())

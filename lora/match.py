@@ -245,15 +245,24 @@ class _One:
         if unmatched:
             part = unmatched[0]
             what = f"{sum(len(p.keys) for p in unmatched)} keys of the adapter match nothing in the model"
-            raise SutureError(
-                f"{self.adapter.file}: {what}, first {next(iter(part.keys.values()))}{self.names.suggestion(part.path)}",
-                "was it trained on another model or another architecture? Give the base it was trained on",
-            )
+            first, n = next(iter(part.keys.values())), len(self.names.layout.blocks)
+            block = _block_number(part.path)
+            near = self.names.suggestion(part.path) if block is None or block < n else f" (the model has {n} blocks)"
+            raise SutureError(f"{self.adapter.file}: {what}, first {first}{near}", self._why_unmatched())
         if self.blocks is None:
             self._check_patterns()
             self._check_complete()
+            self._check_targeted()
+            self._check_trained_beside()
         if all(not change.low_rank or self._is_zero(change) for change in self.changes.values()) and self.paths:
             self.notes.append(f"{self.adapter.source}: every lora_B is zero: it changes nothing but what it replaces")
+
+    def _why_unmatched(self) -> str:
+        question = "was it trained on another model or another architecture? Give the base it was trained on"
+        layout = self.names.layout
+        if layout.disk_stem in (layout.family.stem, ""):
+            return question
+        return f"suture merges into the text model alone, not into the vision part around it; if it is not that: {question}"
 
     def _change(self, parameter: str) -> Change:
         return self.changes.setdefault(parameter, Change(parameter))
@@ -323,8 +332,7 @@ class _One:
         self.keys[key] = f"{parameter}: {how}"
 
     def _has_vocabulary(self, parameter: str) -> bool:
-        family = self.names.layout.family
-        return parameter in (f"{family.stem}{family.embedding}.weight", f"{family.head}.weight")
+        return parameter in (f"{self._embedding()}.weight", f"{self.names.layout.family.head}.weight")
 
     def _rows(self, part: Part, module: str, key: str) -> None:
         indices = self.config.token_indices
@@ -522,6 +530,51 @@ class _One:
                     f"{self.adapter.source}: modules_to_save names '{name}', for which the file holds no tensors",
                     "the adapter is incomplete: a part that was trained would be lost",
                 )
+
+    def _check_targeted(self) -> None:
+        """PEFT would not load tensors for modules that the config does not target."""
+        config = self.config
+        if config.target_modules is None:
+            return
+        for part in self.adapter.parts:
+            module = self.names.modules.get(part.path)
+            if not part.low_rank or module is None or config.is_parameter(part.path):
+                continue
+            if config.tied and module in (self.names.layout.family.head, self._embedding()):
+                continue  # the other end of one that is targeted
+            if not any(config.targets(path, _block_number(path)) for path in {part.path, module}):
+                raise SutureError(
+                    f"{self.adapter.file}: it holds a LoRA of {part.path}, which adapter_config.json does not target",
+                    "correct target_modules, exclude_modules or layers_to_transform there",
+                )
+
+    def _check_trained_beside(self) -> None:
+        """Rows of tokens and biases that were trained must be there."""
+        have = {change.parameter for change in self.changes.values() if change.replaced}
+        keys = [stored.key for change in self.changes.values() for stored in change.rows]
+        lost = [name for name in self.config.token_indices if not any(name in key for key in keys)]
+        if lost and not (keys and self.names.layout.head is None):  # a tied head's rows are stored once
+            raise SutureError(
+                f"{self.adapter.file}: trainable_token_indices names tokens{f' of {lost[0]}' if lost[0] else ''}, for which "
+                "the file holds no rows",
+                "the adapter is incomplete: a part that was trained would be lost",
+            )
+        if self.config.bias == "none":
+            return
+        trained = {change.parameter for change in self.changes.values() if change.low_rank}
+        biases = [p for p in self.shapes if p.endswith(".bias")]
+        if self.config.bias == "lora_only":
+            biases = [p for p in biases if f"{p.removesuffix('bias')}weight" in trained]
+        missing = [bias for bias in biases if bias not in have]
+        if missing:
+            raise SutureError(
+                f"{self.adapter.file}: bias is '{self.config.bias}', but {len(missing)} of {len(biases)} biases are not in "
+                f"the file, first {missing[0]}",
+                "the adapter is incomplete; bias: none in adapter_config.json merges it without them",
+            )
+
+    def _embedding(self) -> str:
+        return f"{self.names.layout.family.stem}{self.names.layout.family.embedding}"
 
     def _left_to_none(self, name: str) -> bool:
         """Whether all modules that a target names are excluded, trained in full, or in layers that are not transformed."""

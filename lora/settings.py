@@ -34,7 +34,9 @@ class MergeSettings(_Strict):
         "peft", description="order of lora_B's columns for experts in one parameter; nothing in the file tells it"
     )
     check_base: bool = Field(
-        True, description="refuse a model other than the one whose fingerprint suture stored in the adapter"
+        True,
+        description="refuse a model other than the one whose fingerprint suture stored in the adapter, or of another "
+        "type or depth than the one that the adapter names, where that lies on this machine",
     )
     tokenizer: Literal["auto", "base", "adapter"] = Field(
         "auto", description="whose tokenizer files the output gets; auto: the adapter's when the vocabulary grew"

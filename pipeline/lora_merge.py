@@ -8,7 +8,7 @@ agree to float32 rounding; what separates the last two is what storing cost, and
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -23,10 +23,12 @@ from ..calibrate.memory import release_memory
 from ..calibrate.replay import Stream, run_block
 from ..calibrate.skeleton import Skeleton, finite, open_layout, open_skeleton
 from ..checkpoint.errors import SutureError
+from ..checkpoint.layout import text_config
 from ..checkpoint.manifest import Account, to_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.source import PlannedSource, TensorSource
 from ..checkpoint.staging import Staging, write_whole
+from ..checkpoint.strict_json import strict_json
 from ..checkpoint.writer import ShardPlan, ShardWriter, TensorSpec
 from ..lora.adapter import FINGERPRINT, TOKENIZER_FILES, Adapter, open_adapter
 from ..lora.arrange import Arrangement, arrange
@@ -73,6 +75,7 @@ def prepare(source: TensorSource, settings: MergeSettings) -> MergePlan:
     )
     if settings.check_base and not isinstance(settings, Rehearsal):
         _check_fingerprints(base, source, adapters)
+        _check_trained_on(source, adapters)
     layout, arranged, shapes = arrangement.layout, arrangement.arranged, arrangement.shapes
     pieces = pieces_by_tensor(arrangement.changes, layout)
     for name in pieces:
@@ -122,6 +125,29 @@ def _check_fingerprints(base: TensorSource, source: TensorSource, adapters: Sequ
                 f"{name}: was made for another base than {source.source}: their fingerprints differ",
                 "give that base, or set check_base: false if this one stands for it (another dtype, its quantized copy)",
             )
+
+
+_SHAPE = ("model_type", "hidden_size", "n_embd", "num_hidden_layers", "n_layer")
+
+
+def _check_trained_on(source: TensorSource, adapters: Sequence[Weighted]) -> None:
+    """The model that an adapter names, where it lies on this machine, must be one like `source`: some layers of another
+    model have the same shapes."""
+    if isinstance(source, PlannedSource):
+        return
+    for weighted in adapters:
+        named = Path(weighted.adapter.config.base or "") / "config.json"
+        if weighted.adapter.config.base is None or not named.is_file():
+            continue
+        raw = strict_json(named, 1 << 26)
+        trained, given = (text_config(c) if isinstance(c, Mapping) else {} for c in (raw, source.config))
+        for key in _SHAPE:
+            if key in trained and key in given and trained[key] != given[key]:
+                raise SutureError(
+                    f"{weighted.adapter.source}: was trained on {named.parent}, whose {key} is {trained[key]}; that of "
+                    f"{source.source} is {given[key]}",
+                    "give that base, or set check_base: false",
+                )
 
 
 def _base_notes(source: TensorSource, adapters: Sequence[Weighted]) -> list[str]:

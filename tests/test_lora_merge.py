@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from suture.calibrate.skeleton import open_skeleton
 from suture.checkpoint.errors import SutureError
 from suture.checkpoint.reader import open_checkpoint
+from suture.lora.delta import Delta, merge_into
 from suture.lora.merge import merge_tensor, pieces_by_tensor
 from suture.lora.settings import MergeSettings
 from suture.pipeline import lora_merge
@@ -280,6 +281,14 @@ def test_f20_a_run_proves_itself_and_accounts_for_every_key(shelf, tmp_path, nam
     assert changed and len(changed) <= len(receipt["tensors"])
 
 
+def test_float32_says_how_large_the_change_was(shelf):
+    W = read(shelf("L1"))["model.layers.0.mlp.down_proj.weight"]
+    L, R = torch.full((W.shape[0], 1), 0.5), torch.ones(1, W.shape[1])
+    found = merge_into(W.clone(), [Delta(L, R)])
+    assert (found.delta, found.weight) == pytest.approx((0.5 * W.numel() ** 0.5, float(W.norm())))
+    assert (found.kept, found.noise, found.unchanged) == (1, 0, 0)
+
+
 def test_f16_bfloat16_says_what_rounding_lost(tmp_path):
     model = make("L1", tmp_path / "model")
     adapter = trained(model, tmp_path / "adapter", target_modules=["q_proj"], std=1e-3)
@@ -467,6 +476,13 @@ REFUSED = {  # change of the adapter -> what the message must say
         "'q_prj' .did you mean 'q_proj'",
     ),
     "typo in a key": (lambda d: renamed(d, lambda k: k.replace("lora_A", "lora_a")), "mean nothing to a LoRA"),
+    "a regular expression of nothing": (lambda d: edit_adapter(d, target_modules=".*q_prj"), "does not target"),
+    "trained tokens missing": (
+        lambda d: edit_adapter(d, trainable_token_indices=[3]),
+        "names tokens, for which the file holds no rows",
+    ),
+    "lora_B's biases missing": (lambda d: edit_adapter(d, lora_bias=True), "has no lora_B.bias"),
+    "layer beyond": (lambda d: renamed(d, lambda k: k.replace("layers.1", "layers.7")), "the model has 2 blocks"),
     "pattern of nothing": (lambda d: edit_adapter(d, alpha_pattern={"^q_proj": 100}), r"'\^q_proj' matches no module"),
     "other rank": (lambda d: edit_adapter(d, r=8), "has rank 4, but"),
     "aLoRA": (lambda d: edit_adapter(d, alora_invocation_tokens=[1, 2]), "aLoRA"),
@@ -500,6 +516,20 @@ def test_f19_a_wrong_base_is_refused(shelf, tmp_path):
     with pytest.raises(SutureError, match=r"v_proj\.weight is \[16, 64\]; give the base"):
         merge(shelf("L1"), adapter, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+def test_f19_a_base_of_another_type_is_refused_where_all_shapes_fit(shelf, tmp_path):
+    adapter = trained(shelf("L1"), tmp_path / "adapter", target_modules=["q_proj", "v_proj"])
+    with pytest.raises(SutureError, match=r"whose model_type is llama; that of .* is qwen2; .* check_base: false"):
+        prepare(open_checkpoint(shelf("Q2")), MergeSettings(adapter=str(adapter)))
+    prepare(open_checkpoint(shelf("Q2")), MergeSettings(adapter=str(adapter), check_base=False))
+
+
+def test_trained_biases_that_are_missing_are_refused(shelf, tmp_path):
+    adapter = trained(shelf("Q2"), tmp_path / "adapter", target_modules=["q_proj", "o_proj"], bias="lora_only")
+    edit_adapter(adapter, drop("layers.1.self_attn.q_proj.base_layer.bias"))
+    with pytest.raises(SutureError, match=r"1 of 2 biases are not in the file, first model.layers.1.self_attn.q_proj"):
+        merge_alone(shelf("Q2"), adapter, tmp_path / "out")
 
 
 def test_a_residual_base_takes_the_change_plainly(shelf, tmp_path):
