@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import typer
 
+from ..pipeline.process import own_process
 from . import lora, recipes
 from .messages import messages as _messages
 
@@ -457,6 +458,7 @@ _RESUME = "; --resume goes on with what is done"
 
 def main() -> None:
     """Entry point of the console script."""
+    own_process()
     _speak_utf8()
     app()
 

@@ -1,6 +1,6 @@
 """Load a checkpoint with stock transformers in a process of its own, and write down its logits.
 
-Usage: python -m suture.pipeline.reload, then MODEL_DIR, IDS.pt and OUT.pt on its standard input, a line each. Until they
+`main` wants MODEL_DIR, IDS.pt and OUT.pt on its standard input, a line each. Until they
 come it has imported what it needs and waits; it ends when its input does.
 
 Nothing of suture reads the files here. The weights load in their stored dtype (packed ones are decompressed by the first
@@ -141,7 +141,3 @@ def _import_early() -> None:
 
     with contextlib.suppress(ImportError):
         import compressed_tensors  # noqa: F401
-
-
-if __name__ == "__main__":
-    main()

@@ -25,6 +25,12 @@ from .reload import load_and_run
 from .walk import probe_logits
 
 _FILE_BYTES = 1 << 16  # of a saved tensor beside its numbers
+_LOADER = """
+from suture.pipeline.process import own_process
+own_process()
+from suture.pipeline.reload import main
+main()
+"""
 TOLERANCE = 1e-3  # of the largest logit, both sides in float32: rounding of another order of the same sums
 
 
@@ -38,7 +44,7 @@ class FreshLoader:
 
     def __init__(self) -> None:
         self._messages = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  # closed with this
-        command = [sys.executable, "-P", "-X", "utf8", "-m", "suture.pipeline.reload"]
+        command = [sys.executable, "-P", "-X", "utf8", "-c", _LOADER]
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
