@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,11 @@ def attach(
     _check_attach(r, alpha, init, original, calibration, dora)
     checkpoint, skeleton = open_dense(model)
     check_output(output, checkpoint.path, overwrite, False)
+    if init == "pissa" and checkpoint.quantization is not None:
+        raise SutureError(
+            f"{checkpoint.source}: is quantized, and pissa takes its start out of weights that PEFT can change",
+            "begin from the unquantized model, or use init: loftq with --original",
+        )
     chosen, notes = _attachable(skeleton, targets, ignore)
     low = min(chosen, key=lambda linear: min(linear.out_features, linear.in_features))
     if r > min(low.out_features, low.in_features):
@@ -100,8 +106,8 @@ def _check_attach(
 ) -> None:
     if r < 1:
         raise SutureError(f"r: {r} is not a rank", "give a whole number above 0")
-    if not alpha > 0:
-        raise SutureError(f"alpha: {alpha} is not above 0", "the scale of the change is alpha / r")
+    if not 0 < alpha < math.inf:
+        raise SutureError(f"alpha: {alpha} is not a number above 0", "the scale of the change is alpha / r")
     if (init in FROM_ERROR) != (original is not None):
         raise SutureError(
             f"init: {init} {'needs' if init in FROM_ERROR else 'has no use for'} the original of a quantized model",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -54,7 +55,9 @@ def combine(
     new = compose(modules, form, {k: v for k, v in first.metadata.items() if k != "format"})
     settings = {"method": method, "rank": rank, "seed": seed} | ({} if method == "sum" else {"density": density})
     source = {"adapters": [{"adapter": a.source, "weight": w, "sha256": a.sha256} for a, w in opened]}
-    return write_adapter(new, output, "lora combine", settings, source, records, (), overwrite)
+    bases = list(dict.fromkeys(adapter.config.base for adapter, _ in opened if adapter.config.base))
+    notes = [f"the adapters name different bases: {', '.join(bases)}"] if len(bases) > 1 else []
+    return write_adapter(new, output, "lora combine", settings, source, records, notes, overwrite)
 
 
 def _check_combine(opened: Sequence[tuple[Adapter, float]], method: str, rank: int | None, density: float) -> None:
@@ -66,14 +69,16 @@ def _check_combine(opened: Sequence[tuple[Adapter, float]], method: str, rank: i
         raise SutureError(f"rank: {rank} is not a rank", "give a whole number above 0")
     if not 0 < density <= 1:
         raise SutureError(f"density: {density} is not in (0, 1]", "it is the share of each change that is kept")
-    for adapter, _ in opened:
+    for adapter, weight in opened:
+        if not math.isfinite(weight):
+            raise SutureError(f"{adapter.source}: weight {weight} is not a number", "give each adapter a finite weight")
         config = adapter.config
         other = [part.path for part in adapter.parts if set(part.keys) - {"A", "B", "embedding A", "embedding B"}]
         if config.dora or other or config.target_parameters or config.init != "plain" or config.layer_replication:
             what = (
                 "DoRA's magnitudes" if config.dora
                 else f"more than low-rank changes ({other[0]})" if other
-                else "experts in one parameter" if config.target_parameters
+                else f"changes of parameters ({config.target_parameters[0]})" if config.target_parameters
                 else f"a base changed by {config.init}" if config.init != "plain"
                 else "stacked layers"
             )  # fmt: skip

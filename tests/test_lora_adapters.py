@@ -79,6 +79,15 @@ def test_loftq_takes_the_most_of_the_quantization_error_that_its_rank_can(shelf,
         )
 
 
+def test_starts_that_nothing_could_load_are_refused(shelf, tmp_path):
+    quantize(shelf("L1"), tmp_path / "w4", bits=4, group_size=16)
+    with pytest.raises(SutureError, match="is quantized, and pissa takes its start out of weights"):
+        attach(tmp_path / "w4", tmp_path / "new", r=4, init="pissa")
+    with pytest.raises(SutureError, match="alpha: inf is not a number above 0"):
+        attach(shelf("L1"), tmp_path / "new", r=4, alpha=float("inf"))
+    assert not (tmp_path / "new").exists()
+
+
 def test_eora_makes_up_for_more_of_what_layers_put_out_than_loftq(shelf, tmp_path):
     """On the calibration tokens' inputs, layer by layer; the reference is the weighted truncation written out here."""
     quantize(shelf("L1"), tmp_path / "w3", bits=3, group_size=8)
@@ -247,6 +256,8 @@ def test_what_is_no_sum_is_refused(shelf, tmp_path):
     saved = trained(shelf("L1"), tmp_path / "saved", target_modules=["q_proj"], modules_to_save=["norm"])
     with pytest.raises(SutureError, match=r"more than low-rank changes \(model.layers.0.input_layernorm\)"):
         combine([(saved, 1.0)], tmp_path / "out")
+    with pytest.raises(SutureError, match="weight inf is not a number"):
+        combine([(saved, float("inf"))], tmp_path / "out")
     assert not (tmp_path / "out").exists()
 
 
