@@ -10,8 +10,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..calibrate.skeleton import Skeleton, open_skeleton
+from ..calibrate.skeleton import Skeleton, finite, open_skeleton
 from ..checkpoint.errors import SutureError
+from ..checkpoint.layout import Linear
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import check_output
 from ..lora.adapter import open_adapter
@@ -66,7 +67,7 @@ def extract(
     found: dict[str, Spectrum] = {}
     most = rank or max_rank
     for linear in progress.track(chosen, len(chosen), "extract"):
-        D = stored_weight(after.source, linear).double() - stored_weight(before.source, linear).double()
+        D = _whole(after, linear).double() - _whole(before, linear).double()
         if bool(D.any()):
             found[linear.module] = spectrum(D, min(most, *D.shape), seed)
     if not found:
@@ -90,6 +91,10 @@ def extract(
     settings |= {"targets": list(targets), "embeddings": embeddings}
     source = {"base": first.source, "tuned": second.source}
     return write_adapter(new, output, "lora extract", settings, source, records, notes, overwrite)
+
+
+def _whole(skeleton: Skeleton, linear: Linear) -> Tensor:
+    return finite(stored_weight(skeleton.source, linear), f"{linear.name}.weight", skeleton.source.source)
 
 
 def _same_shapes(first: Checkpoint, before: Skeleton, second: Checkpoint, after: Skeleton) -> None:
@@ -143,11 +148,12 @@ def _beside_linears(
             continue
         runtime = stem + parameter.removeprefix(before.family.stem)
         path = runtime.rpartition(".")[0]
-        if parameter == f"{before.family.head}.weight":
+        of_head = parameter.startswith(f"{before.family.head}.")
+        if of_head:
             runtime = parameter
         if place.tensor in experts:
             left[place.tensor] = "experts lie in one parameter of transformers"
-        elif place.tensor in ends and embeddings == "skip":
+        elif (place.tensor in ends or of_head) and embeddings == "skip":
             left[place.tensor] = "embeddings: skip"
         elif place.tensor in linears:
             left[place.tensor] = "matches no target"

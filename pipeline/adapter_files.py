@@ -107,6 +107,11 @@ def runtime_path(skeleton: Skeleton, linear: Linear) -> str:
 
 
 def match_weighted(adapter: Adapter, skeleton: Skeleton) -> Matched:
+    if adapter.config.layer_replication:
+        raise SutureError(
+            f"{adapter.source}: stacks layers of its base (layer_replication), which has fewer of them",
+            "merge it with the step lora.merge",
+        )
     shapes = {name: tuple(p.shape) for name, p in skeleton.model.named_parameters(remove_duplicate=False)}
     return match([Weighted(adapter)], skeleton.layout, shapes)
 

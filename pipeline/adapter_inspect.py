@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from ..calibrate.skeleton import cut
-from ..lora.adapter import Adapter, Part, open_adapter
+from ..lora.adapter import EXPERTS, Adapter, Part, open_adapter
+from ..lora.config import matches
 from ..lora.delta import effective_rank, norm, singular_values
 from .adapter_files import match_weighted, open_dense, short
 
@@ -18,7 +19,7 @@ def inspect_adapter(adapter: str | Path, base: str | Path | None = None) -> dict
     """
     opened = open_adapter(adapter)
     config = opened.config
-    modules = {part.path: _inspect_part(opened, part) for part in opened.parts if part.low_rank}
+    modules = {_name(opened, part): _inspect_part(opened, part) for part in opened.parts if part.low_rank}
     facts: dict[str, Any] = {
         "adapter": opened.source,
         "kind": _kind(opened),
@@ -63,13 +64,21 @@ def _kind(adapter: Adapter) -> list[str]:
     return ["LoRA", *(name for name, present in traits.items() if present)]
 
 
+def _name(adapter: Adapter, part: Part) -> str:
+    """The module; of experts in two parameters the parameter, whose wrappers PEFT nests, the module's first innermost."""
+    wanted = adapter.config.target_parameters
+    own = [name for name in EXPERTS if part.path.endswith(".experts") and matches(wanted, f"{part.path}.{name}")]
+    return f"{part.path}.{own[-1 - part.level]}" if part.level < len(own) else part.path
+
+
 def _inspect_part(adapter: Adapter, part: Part) -> dict[str, Any]:
     A, B = (adapter.read(part.keys[k]) for k in (("A", "B") if "A" in part.keys else ("embedding A", "embedding B")))
-    scale = adapter.config.scale(part.path)
+    path = f"{part.path}.weight" if adapter.config.is_parameter(part.path) else _name(adapter, part)
+    scale = adapter.config.scale(path)
     values = singular_values(B, A) * abs(scale)
     return {
         "r": A.shape[0],
-        "alpha": adapter.config.alpha_of(part.path),
+        "alpha": adapter.config.alpha_of(path),
         "scale": short(scale),
         "shape": [B.shape[0], A.shape[1]],
         "norm": short(norm(B, A) * abs(scale)),
@@ -88,7 +97,7 @@ def _beside(adapter: Adapter, base: str | Path, modules: dict[str, Any]) -> dict
         place = skeleton.layout.places[parameter]
         W = cut(skeleton.source.read(place.tensor), place).float()
         for low in change.low_rank:
-            weights.setdefault(low.part.path, []).append(float(W.square().sum()))
+            weights.setdefault(_name(adapter, low.part), []).append(float(W.square().sum()))
     for path, squares in weights.items():
         size = sum(squares) ** 0.5
         modules[path] |= {"weight_norm": short(size), "relative": short(modules[path]["norm"] / size if size else 0)}

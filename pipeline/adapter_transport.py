@@ -97,6 +97,8 @@ def _transportable(adapter: Adapter, before: Skeleton) -> dict[str, Factors]:
             )
         (low,) = change.low_rank
         A, B = low.factors()
+        if linear.conv1d and low.stored == "linear":  # of the parameter as it is stored, [in, out]
+            A, B = B.T, A.T
         found[module] = Factors(A.double(), low.scale * B.double())
     return found
 

@@ -160,6 +160,15 @@ def test_extraction_at_full_rank_is_the_tuned_model(shelf, tmp_path, name):
     assert_same(live(shelf(name), tmp_path / "new"), logits(after), 3e-5)
 
 
+def test_a_head_with_a_bias_and_a_tuned_model_that_is_damaged(shelf, tmp_path):
+    after = tuned(shelf, "PH", tmp_path / "tuned", noise)
+    extract(shelf("PH"), after, tmp_path / "new", rank=64)
+    assert_same(live(shelf("PH"), tmp_path / "new"), logits(after), 3e-5)
+    broken = edit(after, lambda ts: {k: t * float("nan") if "fc1.weight" in k else t for k, t in ts.items()})
+    with pytest.raises(SutureError, match=r"fc1\.weight holds .* NaN"):
+        extract(shelf("PH"), broken, tmp_path / "x", rank=4)
+
+
 def test_extraction_keeps_the_best_rank_and_says_what_it_left(shelf, tmp_path):
     after = tuned(shelf, "L1", tmp_path / "tuned", noise)
     for number, how in enumerate(({"rank": 3}, {"energy": 0.6}, {"budget": 4000})):
@@ -413,7 +422,24 @@ def test_what_is_not_linear_is_refused(shelf, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_parameter_stored_transposed_is_carried_over_as_it_acts(shelf, tmp_path):
+    parameters = {"target_modules": [], "target_parameters": ["attn.c_proj.weight"]}  # square: no shape tells
+    adapter = trained(shelf("GP"), tmp_path / "adapter", **parameters)
+    transport(adapter, shelf("GP"), shelf("GP"), tmp_path / "carried")
+    assert_same(live(shelf("GP"), tmp_path / "carried"), live(shelf("GP"), adapter))
+
+
 # ---- inspect, and the command line
+
+
+def test_inspect_keeps_the_parameters_of_experts_apart(shelf, tmp_path):
+    adapter = trained(shelf("MX"), tmp_path / "adapter", target_modules="all-linear", alpha_pattern={"down_proj": 7})
+    modules = inspect_adapter(adapter, shelf("MX"))["modules"]
+    experts = {path.rpartition(".")[2]: m for path, m in modules.items() if ".0.mlp.experts" in path}
+    assert {name: (m["shape"], m["scale"]) for name, m in experts.items()} == {
+        "gate_up_proj": ([192, 64], 2.5),
+        "down_proj": ([64, 96], 1.75),
+    }
 
 
 def test_inspect_says_what_an_adapter_is(shelf, tmp_path):
