@@ -124,16 +124,30 @@ def _check_attach(
         )
 
 
+# Architectures in which PEFT takes these names for experts' parameters, also in a block without experts.
+_WITH_EXPERTS = ("deepseek_v3", "qwen3_moe")
+_EXPERTS_NAMES = (".gate_proj", ".up_proj", ".down_proj")
+
+
 def _attachable(skeleton: Skeleton, targets: Sequence[str], ignore: Sequence[str]) -> tuple[list[Linear], list[str]]:
     """Linear layers that PEFT can wrap: experts lie in one parameter there."""
     selection = select(skeleton.layout, targets, ignore)
     chosen = [linear for linear in selection.chosen if linear.expert is None]
     experts = len(selection.chosen) - len(chosen)
+    renamed = [x for x in chosen if skeleton.family.model_type in _WITH_EXPERTS and x.role.endswith(_EXPERTS_NAMES)]
+    chosen = [linear for linear in chosen if linear not in renamed]
     if not chosen:
-        raise SutureError("targets: only experts are selected, which transformers keeps in one parameter", "add others")
-    return chosen, [
-        f"{experts} experts' matrices are left out: transformers keeps them in one parameter"
-    ] if experts else []
+        raise SutureError(
+            "targets: only experts are selected, or layers that PEFT takes for experts by their names", "add others"
+        )
+    notes = []
+    if experts:
+        notes.append(f"{experts} experts' matrices are left out: transformers keeps them in one parameter")
+    if renamed:
+        notes.append(
+            f"{len(renamed)} layers are left out, first {renamed[0].name}: PEFT takes their names for experts'"
+        )
+    return chosen, notes
 
 
 class _Errors:

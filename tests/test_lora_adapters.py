@@ -6,6 +6,7 @@ import pytest
 import torch
 from adapters import TARGETS, edit_adapter, live, logits, trained
 from kit import Shelf, edit, ids_file, make, quantize, read, run, stock
+from peft import PeftModel
 from safetensors.torch import load_file
 
 from suture.checkpoint.errors import SutureError
@@ -57,6 +58,15 @@ def test_a_new_adapter_loads_in_peft_and_changes_nothing(shelf, tmp_path, name, 
     assert {path.rpartition(".")[2] for path in modules} == set(TARGETS[name])
     if init == "pissa":
         assert all(float(delta.norm()) > 0.1 for delta in modules.values())
+
+
+@pytest.mark.parametrize("name", ["DS", "QM"])
+def test_layers_whose_names_peft_takes_for_experts_are_left_out_by_name(shelf, tmp_path, name):
+    written = attach(shelf(name), tmp_path / "new", r=4)
+    assert any("PEFT takes their names for experts'" in note for note in written.notes)
+    loaded = PeftModel.from_pretrained(stock(shelf(name)), tmp_path / "new").state_dict()
+    ours = load_file(tmp_path / "new/adapter_model.safetensors")
+    assert {k.replace(".default", "") for k in loaded if "lora_" in k} == set(ours)
 
 
 def test_gpt2_and_dora_load_in_peft(shelf, tmp_path):
