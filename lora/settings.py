@@ -42,6 +42,11 @@ class MergeSettings(_Strict):
         "auto", description="whose tokenizer files the output gets; auto: the adapter's when the vocabulary grew"
     )
 
+    compare_bases: bool | None = Field(
+        None,
+        description="in the report: the perplexity of a merge into the original and into what NF4 makes of it, each against "
+        "the adapter on the NF4 weights that a QLoRA run saw; by itself with base: dequantized as the first step",
+    )
     allow_vanishing: bool = Field(False, description="go on when a later step rounds most of the change away again")
 
     @field_validator("adapter")
@@ -50,6 +55,11 @@ class MergeSettings(_Strict):
         if not value:
             raise ValueError("at least one adapter is needed")
         return value
+
+    @property
+    def compares(self) -> bool:
+        """Whether a report is to compare both bases."""
+        return self.base == "dequantized" if self.compare_bases is None else self.compare_bases
 
     @property
     def shares(self) -> tuple[AdapterShare, ...]:

@@ -443,8 +443,8 @@ def _self_check(
 ) -> tuple[dict[str, Any], Tensor]:
     """(receipt, logits of the probe by the written weights): unmerged against merged, and merged against stored."""
     n_blocks = min(work.verify_blocks, plan.n_blocks)
-    live = _live(plan, base, unmerged=True)
-    exact = _live(plan, base, unmerged=False)
+    live = live_model(plan, base, Live, merged=False)
+    exact = live_model(plan, base, Live)
     unmerged = _probe_logits(work, open_skeleton(live, device=work.device), n_blocks, live)
     merged = _probe_logits(work, open_skeleton(exact, device=work.device), n_blocks, None)
     stored = _probe_logits(work, open_skeleton(written, device=work.device), n_blocks, None)
@@ -454,16 +454,17 @@ def _self_check(
     return {"unmerged_against_merged": same | {"blocks": n_blocks}, "merged_against_stored": rounded}, stored
 
 
-def _live(plan: MergePlan, base: TensorSource, unmerged: bool) -> Live:
+def live_model(plan: MergePlan, base: TensorSource, kind: type[Live], merged: bool = True) -> Live:
+    """The model with its adapters, merged or to be added by hooks, on `base`."""
     arrangement = plan.arrangement
-    return Live(
+    return kind(
         arranged=replace(arrangement.arranged, base=base),  # in `prepare` it may have been a planned one
         config=arrangement.config,
         layout=arrangement.layout,
         changes=arrangement.changes,
         shapes=arrangement.shapes,
         dtypes=dict(arrangement.arranged.dtypes),
-        merged=not unmerged,
+        merged=merged,
     )
 
 

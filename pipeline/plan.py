@@ -21,6 +21,7 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.source import TensorSource
 from ..checkpoint.staging import check_output
 from ..checkpoint.writer import plan_shards
+from ..lora.settings import MergeSettings
 from ..quant.decode import dense_view
 from .estimate import Estimate, estimated
 from .generation_runs import GenerationPlan, plan_generation, refuse_models_beyond_memory
@@ -109,6 +110,7 @@ def make_plan(
         if step.kind.check_text is not None and calibration is not None:
             step.kind.check_text(step.settings, calibration.blocks)
             refuse_training_on(evaluations, calibration, step.name)
+    _refuse_bases(recipe, steps)
     _refuse_dropped_tokens(steps, calibration, evaluations)
     if recipe.report and (recipe.report.tasks or recipe.report.generation):
         _refuse_tasks_of_other_tokens(steps, skeleton)
@@ -145,6 +147,19 @@ def choose_device(name: str) -> torch.device:
     if name == "cuda" and not torch.cuda.is_available():
         raise SutureError("--device cuda: torch sees no CUDA device", "use --device auto")
     return torch.device("cuda" if name != "cpu" and torch.cuda.is_available() else "cpu")
+
+
+def _refuse_bases(recipe: Recipe, steps: Sequence[PlannedStep]) -> None:
+    for number, step in enumerate(steps):
+        if not (isinstance(step.settings, MergeSettings) and step.settings.compare_bases):
+            continue
+        if recipe.report is None:
+            raise SutureError("lora.merge: compare_bases needs a text to score", "add report: {data: ...}")
+        if number:
+            raise SutureError(
+                f"lora.merge: compare_bases is about merging into the recipe's own model, but {steps[0].name} comes before",
+                "put lora.merge first, or leave compare_bases out",
+            )
 
 
 def _check_order(names: list[str]) -> None:

@@ -20,6 +20,7 @@ from .costs import cost_of
 from .generation_runs import run_generation
 from .plan import Plan, tokens_after
 from .progress import Progress
+from .qlora_bases import compare_bases
 from .run_manifest import README, config_edits, plain_sizes
 from .scoring import score_set
 from .step import StepResult
@@ -91,6 +92,7 @@ def report_of(
         level=wanted.level,
         staging=staging,
     )
+    bases = compare_bases(plan, plan.checkpoint, plan.evaluations[0], progress.track, wanted.level, budget, staging)
     report = make_report(
         base=plan.checkpoint,
         candidate=written,
@@ -109,6 +111,7 @@ def report_of(
         steps=[(step.name, step.settings.model_dump()) for step in plan.steps],
         parameters=sum(math.prod(shape) for shape in plan.skeleton.source.shapes.values()),
         kv_cache=plain_sizes(cache),
+        qlora_bases=bases,
     )
     write_report(report, staging.model)
     return report

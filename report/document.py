@@ -31,6 +31,7 @@ from .layers import layer_lines, layers_section
 from .page import metric, render
 from .pairs import holm
 from .power import detectable_ratio, tokens_needed
+from .qlora_bases import bases_lines, rounded_bases
 from .windows import Windows
 
 SCHEMA_VERSION = "1.2"
@@ -101,12 +102,14 @@ def make_report(
     samples: Sequence[Mapping[str, Any]] = (),
     cost: Mapping[str, Any] | None = None,
     kv_cache: Mapping[str, Mapping[str, Any]] | None = None,
+    qlora_bases: Mapping[str, Any] | None = None,
 ) -> Report:
     """`sets`: at least one, the main one first. `margin`: perplexity ratio less 1 that counts as equivalent.
 
     `name`: the candidate's; default where it is. `parameters`: the base's; to be given when its tensors are packed, else
     counted. `modules`, `receipts`: what the steps recorded of layers and of themselves. `kv_cache`: what one token takes
-    in the live cache, `before` and `after`, when a step changed it.
+    in the live cache, `before` and `after`, when a step changed it. `qlora_bases`: both merges of a QLoRA adapter against
+    the adapter on its 4-bit base.
     """
     pairs = [_pair(scored, level) for scored in sets]
     several = len(sets) > 1
@@ -134,6 +137,7 @@ def make_report(
         "layers": layers_section(modules, receipts),
         "healing": healing_section(steps, receipts),
         "kv_cache": None if kv_cache is None else {when: dict(size) for when, size in kv_cache.items()},
+        **({} if qlora_bases is None else {"qlora_bases": rounded_bases(qlora_bases)}),
         "warnings": list(dict.fromkeys([*(warning for row in rows for warning in row.pop("warnings")), *warnings])),
     }
     return Report(pairs[0], content, _sidecar(sets), samples=tuple(samples))
@@ -387,6 +391,8 @@ def markdown(content: Mapping[str, Any]) -> str:
     lines += _fidelity_lines(content)
     lines += _set_lines(content["sets"])
     lines += _task_lines(content)
+    if bases := bases_lines(content):
+        lines += ["", "## Where the adapter is merged", "", *(f"- {line}" for line in bases)]
     lines += ["", f"Intervals: {ratio['method']}; a cluster is one {ratio['cluster']}.", "", "## Protocol", ""]
     lines += [f"- {key}: `{value}`" for key, value in protocol.items()]
     if content["calibration"]:

@@ -14,6 +14,7 @@ from .charts import Estimate, bars, forest, histogram, pareto
 from .figures import bytes_text, figure_text, finite, interval_text, number_text
 from .healing import healing_view
 from .layers import layers_view
+from .qlora_bases import bases_lines
 
 Content = Mapping[str, Any]
 
@@ -102,6 +103,7 @@ def _candidate(content: Content, name: str, latency: Content | None, number: int
         "layers": layers_view(content["layers"]),
         "healing": healing_view(content.get("healing", [])),
         "calibration": content["calibration"],
+        "bases": bases_lines(content),
         "warnings": content["warnings"],
         "method": ratio["method"],
     }

@@ -2,14 +2,17 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import bitsandbytes.functional as bitsandbytes
+import jsonschema
 import pytest
 import torch
 from adapters import TARGETS, edit_adapter, live, logits, peft_merged, trained
-from kit import Shelf, edit, fuse_experts, make, read, run
+from kit import Shelf, edit, fuse_experts, ids_file, make, read, run
 from safetensors.torch import load_file, save_file
 
+import suture
 from suture.calibrate.skeleton import open_skeleton
 from suture.checkpoint.errors import SutureError
 from suture.checkpoint.reader import open_checkpoint
@@ -594,6 +597,46 @@ def test_f15_a_change_that_would_vanish_is_refused_and_the_right_order_keeps_it(
     assert gain(bnb_nf4(merged)) > 0.7 and gain(bnb_nf4(onto)) < 0.2
     record = receipt["tensors"][name]["survives_requantizing"]
     assert record == pytest.approx(gain(bnb_nf4(onto)), abs=0.02)
+
+
+def test_f15_both_bases_are_scored_against_the_adapter_on_the_nf4_weights(tmp_path):
+    """The figures are those of live models: PEFT's unmerged adapter on what bitsandbytes makes, and the two merges."""
+    model = make("L1", tmp_path / "model", "float32")
+    adapter = trained(model, tmp_path / "adapter", target_modules=["q_proj", "down_proj"], std=0.02)
+    text = ids_file(tmp_path / "ids.jsonl", rows=8, length=16)
+    step = {"lora.merge": {"adapter": str(adapter), "compare_bases": True}}
+    recipe = {"model": str(model), "steps": [step], "output": str(tmp_path / "out")}
+    with pytest.raises(SutureError, match="compare_bases needs a text to score"):
+        run(recipe)
+    report = {"data": str(text), "window": 24}
+    with pytest.raises(SutureError, match=r"merging into the recipe's own model, but fold_norms comes before"):
+        run(recipe | {"steps": [{"fold_norms": {}}, step], "report": report})
+    asked = run(recipe | {"report": report, "output": str(tmp_path / "asked")}).report.content["qlora_bases"]
+    step["lora.merge"] = {"adapter": str(adapter), "base": "dequantized"}  # then it is asked for by itself
+    done = run(recipe | {"report": report})
+    found = done.report.content["qlora_bases"]
+    linears = {linear.place.tensor for linear in open_skeleton(open_checkpoint(model)).layout.linears}
+    seen = edit(
+        make("L1", tmp_path / "seen", "float32"),
+        lambda tensors: {k: bnb_nf4(t) if k in linears else t for k, t in tensors.items()},
+    )
+    bos = open_checkpoint(model).config["bos_token_id"]  # scoring puts it before each document
+    rows = torch.tensor([[bos, *json.loads(line)["input_ids"]] for line in text.read_text().splitlines()])
+
+    def nll(all_logits):
+        return torch.nn.functional.cross_entropy(all_logits[:, :-1].flatten(0, 1), rows[:, 1:].flatten())
+
+    on_nf4, merged = nll(live(seen, adapter, rows)), nll(logits(tmp_path / "asked", rows))
+    assert found == asked
+    assert found["adapter_on_nf4_ppl"] == pytest.approx(float(on_nf4.exp()), rel=1e-4)
+    original, dequantized = found["merged"]
+    assert original["ratio"] == pytest.approx(float((merged - on_nf4).exp()), rel=1e-4)
+    assert original["low"] < original["ratio"] < original["high"]
+    assert dequantized["ratio"] == pytest.approx(1, abs=1e-4)  # float32 keeps all of it
+    jsonschema.validate(
+        done.report.content, json.loads((Path(suture.__file__).parent / "report/schema.json").read_text())
+    )
+    assert "merged into dequantized: perplexity" in (tmp_path / "out" / "report.md").read_text()
 
 
 def test_f15_what_qlora_trained_is_merged_from_the_quantized_checkpoint_in_one_recipe(tmp_path):
