@@ -65,6 +65,7 @@ def ours(bits: int) -> dict[str, list[dict[str, Any]]]:
 
 PEERS: dict[str, tuple[str, list[str]]] = {  # name -> (script, what its environment needs beside torch)
     "llm-compressor": ("peer_llmcompressor.py", ["llmcompressor==0.14.*"]),
+    "auto-round": ("peer_autoround.py", ["auto-round==0.16.*"]),
     "hqq": ("peer_hqq.py", ["hqq", "transformers>=5.15", "accelerate"]),
     "bitsandbytes": ("peer_bitsandbytes.py", []),  # in this environment
 }
