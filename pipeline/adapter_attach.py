@@ -19,7 +19,7 @@ from ..checkpoint.staging import check_output
 from ..lora.attach import FROM_ERROR, Init, draw, from_error, principal
 from ..lora.compose import Factors, Form, base_metadata, compose
 from ..quant.targets import select
-from .adapter_files import Written, open_dense, runtime_path, short, stored_weight, write_adapter
+from .adapter_files import Written, open_dense, runtime_path, short, stored_weight, taken_for_experts, write_adapter
 from .progress import Progress, default_progress
 from .recipe import CalibrationSettings
 from .texts import calibration_text, text_model
@@ -124,17 +124,12 @@ def _check_attach(
         )
 
 
-# Architectures in which PEFT takes these names for experts' parameters, also in a block without experts.
-_WITH_EXPERTS = ("deepseek_v3", "qwen3_moe")
-_EXPERTS_NAMES = (".gate_proj", ".up_proj", ".down_proj")
-
-
 def _attachable(skeleton: Skeleton, targets: Sequence[str], ignore: Sequence[str]) -> tuple[list[Linear], list[str]]:
     """Linear layers that PEFT can wrap: experts lie in one parameter there."""
     selection = select(skeleton.layout, targets, ignore)
     chosen = [linear for linear in selection.chosen if linear.expert is None]
     experts = len(selection.chosen) - len(chosen)
-    renamed = [x for x in chosen if skeleton.family.model_type in _WITH_EXPERTS and x.role.endswith(_EXPERTS_NAMES)]
+    renamed = taken_for_experts(skeleton, chosen)
     chosen = [linear for linear in chosen if linear not in renamed]
     if not chosen:
         raise SutureError(

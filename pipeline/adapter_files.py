@@ -25,6 +25,10 @@ from ..lora.config import CONFIG
 from ..lora.match import Matched, Weighted, match
 from ..quant.decode import dense_view
 
+# Architectures in which PEFT takes these names for experts' parameters, also in a block without experts.
+_WITH_EXPERTS = ("deepseek_v3", "qwen3_moe")
+_EXPERTS_NAMES = (".gate_proj", ".up_proj", ".down_proj")
+
 
 @dataclass(frozen=True)
 class Written:
@@ -104,6 +108,13 @@ def stored_weight(source: TensorSource, linear: Linear) -> Tensor:
 def runtime_path(skeleton: Skeleton, linear: Linear) -> str:
     stem = runtime_names(skeleton.layout, skeleton.source.config)
     return stem + linear.module.removeprefix(skeleton.family.stem)
+
+
+def taken_for_experts(skeleton: Skeleton, linears: Sequence[Linear]) -> list[Linear]:
+    """Those of `linears` for which PEFT loads no factors: it looks for experts' parameters under their names."""
+    if skeleton.family.model_type not in _WITH_EXPERTS:
+        return []
+    return [linear for linear in linears if linear.expert is None and linear.role.endswith(_EXPERTS_NAMES)]
 
 
 def match_weighted(adapter: Adapter, skeleton: Skeleton) -> Matched:

@@ -21,7 +21,7 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import check_output, open_staging
 from ..lora.compose import Form, base_metadata, compose
 from ..lora.settings import HealSettings
-from .adapter_files import Written, commit_adapter, open_dense, runtime_path
+from .adapter_files import Written, commit_adapter, open_dense, runtime_path, taken_for_experts
 from .crew import ALONE, Crew
 from .heal_rounding import round_in_loop, rounded_layers
 from .heal_train import hook_factors
@@ -62,6 +62,12 @@ def heal(
     linears = linears_of(student.layout, chosen)
     rounded_layers(student, chosen.rounding)
     notes = notes_of(chosen)
+    unloaded = []
+    if renamed := taken_for_experts(student, linears):
+        unloaded = [
+            f"PEFT takes the names of {len(renamed)} layers for experts', first {renamed[0].name}, and would load no "
+            "factors for them: merge the adapter with lora.merge"
+        ]
     limit = getattr(source.hf_config, "max_position_embeddings", None)
     text = text_model(original, source.source.shapes[source.layout.embedding][0], limit)
     told = make_settings(CalibrationSettings, calibration, "calibration")
@@ -76,7 +82,7 @@ def heal(
         "teacher": _hash(original),
         "text": blocks.sha256,
     }
-    for note in (costs_of(student.source, student.layout, linears, 0, chosen).note, *notes):
+    for note in (costs_of(student.source, student.layout, linears, 0, chosen).note, *notes, *unloaded):
         progress.say(note)
     with open_staging(output, begun, overwrite, resume) as staging:
         desk = Desk(staging, "heal", "heal", progress, _BUDGET, checkpoint.path, crew)
@@ -117,7 +123,7 @@ def heal(
             recipe,
             {"model": checkpoint.source, "original": original.source},
             {linear.name: {"r": chosen.value("r")} for linear in linears},
-            kept if checkpoint.quantization is not None or chosen.rounding is not None else [],
+            (kept if checkpoint.quantization is not None or chosen.rounding is not None else []) + unloaded,
             [receipt],
         )
 

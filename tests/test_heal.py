@@ -414,3 +414,14 @@ def test_an_adapter_heals_a_quantized_model_from_beside_it_and_peft_loads_the_pa
     with pytest.raises(SutureError, match="method: full changes weights"):
         heal(quantized, home / "never", teacher=original, calibration=text, method="full")
     assert not (home / "never").exists() and not (home / "never.partial").exists()
+
+
+def test_an_adapter_that_peft_would_load_in_part_says_so(home):
+    """deepseek_v3 without experts, as `mla` writes it: PEFT looks for experts' parameters under its MLP's names."""
+    make("DS", home / "DS")
+    run({"model": str(home / "DS"), "output": str(home / "DS2"), "steps": [{"rtn": {"bits": 2, "group_size": 8}}]})
+    text = {"data": str(home / "ids.jsonl"), "samples": 12, "length": 24}
+    settings = {"r": 4, "rate": 0.01, "tokens": 24 * 4 * 10, "batch": 4, "top_k": 32}
+    with patch.object(adapter_heal, "judge", lambda *given: replace(judge(*given), better=True)):
+        written = heal(home / "DS2", home / "DS-adapter", teacher=home / "DS", calibration=text, **settings)
+    assert any("and would load no factors for them" in note for note in written.notes)
