@@ -650,3 +650,25 @@ def test_f15_what_qlora_trained_is_merged_from_the_quantized_checkpoint_in_one_r
     assert_same(logits(tmp_path / "out"), live(tmp_path / "dense", adapter))
     assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
     assert len(done.manifest["receipts"]) == 2
+
+
+def test_f_large_factors_whose_rounding_the_model_amplifies_are_merged_and_a_wrong_merge_is_still_found(
+    tmp_path, monkeypatch
+):
+    """Two orders of the same float32 sums differ by more than 1e-4 of the logits here: the last bits explain it."""
+    model = make("L1", tmp_path / "model", "float32")
+    adapter = trained(model, tmp_path / "adapter", std=0.5, r=8, lora_alpha=20, target_modules="all-linear")
+    recipe = {
+        "model": str(model),
+        "steps": [{"lora.merge": {"adapter": str(adapter)}}],
+        "output": str(tmp_path / "out"),
+    }
+    proof = run(recipe).manifest["receipts"][0]["unmerged_against_merged"]
+    assert proof["exact"] and proof["max_logit_difference"] > 1e-4 * proof["largest_logit"]
+    assert proof["max_logit_difference"] < 8 * proof["last_bits_move_logits"]
+    wanted = live(model, adapter)
+    assert float((logits(tmp_path / "out") - wanted).abs().max()) <= 1e-3 * float(wanted.abs().max())
+    right = lora_merge.Live.read
+    monkeypatch.setattr(lora_merge.Live, "read", lambda self, name: right(self, name) * (1.003 if self.merged else 1))
+    with pytest.raises(SutureError, match="should leave the model's function as it is"):
+        run(recipe | {"output": str(tmp_path / "wrong")})
