@@ -34,6 +34,7 @@ from ..report.document import Report
 from .crew import ALONE, Crew
 from .estimate import hidden_budget
 from .plan import Plan, make_plan, probe_ids, settled, tokens_after
+from .process import imports_done
 from .progress import LOG, Logged, Progress, Silent, default_progress
 from .recipe import Recipe
 from .run_manifest import accounts_of, superseded, write_manifest
@@ -92,6 +93,7 @@ def run(
     with FreshLoader() as loader:
         clean_committed(Path(recipe.output))
         plan = make_plan(recipe, device, overwrite, resume)
+        imports_done()
         clock.lap("plan")
         hashes = {path.name: sha256_file(path) for path in plan.checkpoint.weight_files}
         clock.lap("hashes")
