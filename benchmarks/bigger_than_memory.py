@@ -27,7 +27,7 @@ RECIPES = {
     "merge": [{"lora.merge": {"adapter": "adapter"}}],
     "cast": [{"cast": {"dtype": "float16"}}],
     "reshard": [{"reshard": {"max_shard_size": 1_000_000_000}}],
-    "gptq": [{"gptq": {"bits": 4, "group_size": 128}}],
+    "gptq": [{"gptq": {"bits": 4, "group_size": 128, "layers": 2}}],
     "gqa": [{"gqa": {"kv_heads": 0, "method": "mean"}}],  # half of them
     "perplexity": [{"rtn": {"bits": 4, "group_size": 128}}],
 }

@@ -130,6 +130,9 @@ def quantize(
     asymmetric: Annotated[bool, typer.Option("--asymmetric", help="With zero points.")] = False,
     targets: Annotated[list[str] | None, typer.Option(help="Layers to quantize; may be given again.")] = None,
     ignore: Annotated[list[str] | None, typer.Option(help="Layers to leave; may be given again.")] = None,
+    layers: Annotated[
+        str | None, typer.Option(help="Blocks to quantize: the first N, or FROM-TO counted from 0; the rest stay. All.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Any key of the step.")] = None,
     calibration: Calibration = None,
     samples: Samples = 128,
@@ -150,7 +153,7 @@ def quantize(
         from ..pipeline.recipe import parse_values
 
         given = {"bits": bits, "group_size": group_size, "symmetric": False if asymmetric else None}
-        given |= {"targets": targets or None, "ignore": ignore or None}
+        given |= {"targets": targets or None, "ignore": ignore or None, "layers": layers}
         settings = {key: value for key, value in given.items() if value is not None}
         settings |= parse_values(_pairs(set_, "bits=3"))
         _check_rounds(method)

@@ -94,7 +94,7 @@ def _plan(
 
 def _selection(skeleton: Skeleton, settings: FourBitSettings | Int8Settings) -> Selection:
     """The layers that bitsandbytes has modules for: transformers keeps experts in fused parameters, which have none."""
-    selection = select(skeleton.layout, settings.targets, settings.ignore)
+    selection = select(skeleton.layout, settings.targets, settings.ignore, settings.layers)
     experts = [linear for linear in selection.chosen if linear.expert is not None]
     if not experts:
         return selection
@@ -147,7 +147,7 @@ def rehearsal_int8(plan: BitsandbytesPlan, settings: Int8Settings) -> tuple[str,
 def _first_block(plan: BitsandbytesPlan) -> dict[str, Any]:
     """Targets that match in a model of one block."""
     block = [linear.name for group in plan.layout.blocks[0] for linear in group if linear.expert is None]
-    return {"targets": [name for name in block if name in plan.chosen] or block, "ignore": []}
+    return {"targets": [name for name in block if name in plan.chosen] or block, "ignore": [], "layers": None}
 
 
 def run_nf4(work: StepRun, plan: BitsandbytesPlan, settings: FourBitSettings) -> StepResult:

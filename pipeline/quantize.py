@@ -37,6 +37,11 @@ class QuantizePlan(Prepared):
     schemes: dict[str, Scheme]  # of the chosen layers
     ruled: frozenset[str]  # those of them that a rule is for
 
+    @property
+    def last_block(self) -> int:
+        """The last one with a chosen layer: what the text becomes after it, nothing needs to know."""
+        return _last_block(self.layout, self.selection)
+
 
 def prepare(source: TensorSource, settings: RTNSettings, schemes: Mapping[str, Scheme] | None = None) -> QuantizePlan:
     """Plan the step from names and shapes alone. Raises SutureError for everything that could fail later.
@@ -44,7 +49,7 @@ def prepare(source: TensorSource, settings: RTNSettings, schemes: Mapping[str, S
     `schemes`: layer -> format, where something other than the settings decided it.
     """
     layout = open_layout(source)
-    selection = select(layout, settings.targets, settings.ignore)
+    selection = select(layout, settings.targets, settings.ignore, settings.layers)
     ruled = ruled_schemes(layout, selection, settings)
     if schemes is None:
         schemes = {linear.name: ruled.get(linear.name, settings.scheme) for linear in selection.chosen}
@@ -75,7 +80,7 @@ def prepare(source: TensorSource, settings: RTNSettings, schemes: Mapping[str, S
         skipped=selection.skipped,
         layout=layout,
         streams=len((*_streams(settings), *_scratch(settings))) or 1,
-        forwards=_forwards(settings),
+        forwards=_forwards(settings) * (1 + _last_block(layout, selection)) / len(layout.blocks),
         working_blocks=6 if isinstance(settings, LearnSettings) else int(_two_models(settings)),
         working=_working(layout, selection, settings),
         selection=selection,
@@ -86,7 +91,7 @@ def prepare(source: TensorSource, settings: RTNSettings, schemes: Mapping[str, S
 
 def decide(source: TensorSource, settings: GPTQSettings, tokens: int) -> GPTQSettings:
     """The settings with `asymmetric: auto` decided by how much text there is."""
-    selection = select(open_layout(source), settings.targets, settings.ignore)
+    selection = select(open_layout(source), settings.targets, settings.ignore, settings.layers)
     compared = [linear.in_features for linear in selection.chosen if linear.expert is None]
     return settings.decided(tokens, max(compared, default=0))
 
@@ -178,7 +183,8 @@ def run(work: StepRun, plan: QuantizePlan, settings: RTNSettings) -> StepResult:
         layers = _quantize_block(work, skeleton, original, index, streams, settings, plan)
         return [Made(x.linear, form.tensors(x.linear, x.quantized), _record(x, settings.format)) for x in layers]
 
-    return round_blocks(work, plan, plan.layout, make, names=_streams(settings), scratch=_scratch(settings))
+    texts = {"names": _streams(settings), "scratch": _scratch(settings), "last": plan.last_block}
+    return round_blocks(work, plan, plan.layout, make, **texts)
 
 
 def _two_models(settings: RTNSettings) -> bool:
@@ -205,6 +211,12 @@ def _forwards(settings: RTNSettings) -> float:
     if isinstance(settings, LearnSettings):
         return 3 + 3 * settings.epochs
     return 2 if _two_models(settings) else 1
+
+
+def _last_block(layout: ModelLayout, selection: Selection) -> int:
+    names = selection.names
+    blocks = enumerate(layout.blocks)
+    return max(index for index, groups in blocks if any(x.name in names for group in groups for x in group))
 
 
 def _working(layout: ModelLayout, selection: Selection, settings: RTNSettings) -> int:
@@ -242,6 +254,8 @@ def _quantize_block(
 ) -> list[QuantizedLayer]:
     names = plan.selection.names
     mine = [linear for group in skeleton.layout.blocks[index] for linear in group if linear.name in names]
+    if index > plan.last_block:
+        return []
     own = work.checkpoint.dtypes[(mine or plan.selection.chosen)[0].place.tensor]
     storage = STORAGE[FORMATS[settings.format].scale_dtype or own]
     if not isinstance(settings, GPTQSettings):
@@ -251,16 +265,16 @@ def _quantize_block(
         return gptq_block(skeleton, index, stream, mine, settings, storage, work.paused, plan.schemes)
     original.load_block(index)
     reference = (original, streams[REFERENCE])
-    training = isinstance(settings, LearnSettings)
-    if training:
+    training = settings if isinstance(settings, LearnSettings) and mine else None
+    if training is not None:
         streams[INPUTS].buffer.copy_(stream.buffer)
     beside = reference if _two_streams(settings) else None
     layers = gptq_block(skeleton, index, stream, mine, settings, storage, work.paused, plan.schemes, beside)
     if beside is None:
         run_block(original, index, streams[REFERENCE])
-    if training:
+    if training is not None:
         inputs, targets = streams[INPUTS], streams[REFERENCE]
-        layers = learned_block(skeleton, index, layers, original, inputs, targets, settings)
+        layers = learned_block(skeleton, index, layers, original, inputs, targets, training)
         for batch in range(len(inputs.hidden)):
             stream.replace(batch, inputs.through(skeleton, index, batch))
     original.free_block(index)
@@ -283,5 +297,6 @@ def rehearsal(plan: QuantizePlan, settings: RTNSettings) -> tuple[str, RTNSettin
     one = len({plan.schemes[linear.name] for linear in chosen}) < 2
     fields = {key: getattr(settings, key) for key in RTNSettings.model_fields}
     fields |= asdict(plan.schemes[chosen[0].name]) if chosen else {}
-    changed = {"search": False, "targets": [x.name for x in first], "ignore": [], "rules": [] if one else rules}
+    changed = {"search": False, "targets": [x.name for x in first], "ignore": [], "layers": None}
+    changed |= {"rules": [] if one else rules}
     return "rtn", RTNSettings(**fields | changed)

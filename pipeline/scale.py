@@ -93,7 +93,7 @@ def prepare(source: TensorSource, settings: Settings) -> ScalePlan:
 
 def _with_integer_inputs(source: TensorSource, layout: ModelLayout, settings: SmoothQuantSettings) -> QuantizePlan:
     """The plan for packed 8-bit weights, changed into one for int8 weights with rounded inputs."""
-    int_quantized.check_inputs(layout, select(layout, settings.targets, settings.ignore))
+    int_quantized.check_inputs(layout, select(layout, settings.targets, settings.ignore, settings.layers))
     kept = int_quantized.kept_inputs(layout, settings.inputs)
     weights = settings.weights()
     base = quantize.prepare(source, weights.model_copy(update={"ignore": [*weights.ignore, *kept]}))
@@ -139,6 +139,8 @@ def run(work: StepRun, plan: ScalePlan, settings: Settings) -> StepResult:
         for index in work.progress.track(range(skeleton.n_blocks), skeleton.n_blocks, work.label):
             entry = work.staging.find(step=work.key, block=index)
             if entry is None:
+                if index > plan.last_block:
+                    streams.end_text()
                 streams.resume_after(index - 1)
                 skeleton.load_block(index)
                 entry = _convert(work, plan, settings, skeleton, index, streams, writer)
@@ -177,7 +179,7 @@ def _convert(
     storage = STORAGE[FORMATS[form].scale_dtype or own]
     folds = plan.folds[index] if plan.folds else ()
     seen = None
-    if needs_text(settings):
+    if needs_text(settings) and index <= plan.last_block:
         sample = settings.search_tokens if isinstance(settings, AWQSettings) or settings.alpha == "auto" else 0
         seen = observe_block(skeleton, index, streams[CALIBRATION], folds, mine, sample)
     schemes = {linear.module: plan.schemes[linear.name] for linear in mine}
@@ -259,6 +261,8 @@ def _round(
     streams: BlockStreams,
 ) -> list[QuantizedLayer]:
     """Round the scaled layers; a calibration stream then holds the block's outputs."""
+    if index > plan.last_block:
+        return []
     weights = settings.weights()
     if isinstance(weights, GPTQSettings):
         return gptq_block(skeleton, index, streams[CALIBRATION], mine, weights, storage, work.paused, plan.schemes)

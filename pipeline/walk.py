@@ -166,11 +166,13 @@ def round_blocks(
     *,
     names: tuple[str, ...] = (),
     scratch: tuple[str, ...] = (),
+    last: int | None = None,
 ) -> StepResult:
     """Put layers into another format block by block, and write each as it is done; resumes after a kill.
 
     `make`: (skeleton with the block loaded, index, streams) -> its changed layers; the modules then hold the dequantized
     weights, and the streams `names` over the calibration tokens the block's outputs. `scratch`: as in `BlockStreams`.
+    `last`: the block after which no stream of text is needed.
     """
     skeleton = open_skeleton(work.checkpoint, device=work.device)
     streams = BlockStreams(work, skeleton, names, scratch=scratch)
@@ -182,6 +184,8 @@ def round_blocks(
             if entry is not None:
                 modules |= entry["modules"]
                 continue
+            if last is not None and index > last:
+                streams.end_text()
             streams.resume_after(index - 1)
             skeleton.load_block(index)
             layers = make(skeleton, index, streams)
@@ -422,12 +426,17 @@ class BlockStreams:
                 with contextlib.suppress(FileNotFoundError):
                     self._file(name, block).unlink()
 
+    def end_text(self) -> int:
+        """Let the calibration text's hidden states go, which nothing needs any more; how many bytes they held."""
+        self.wait()
+        held = sum(stream.buffer.nbytes for stream in (*self._calibrated.values(), *self._scratch.values()))
+        self._calibrated.clear()
+        self._scratch.clear()
+        return held
+
     def expected(self, n_blocks: int) -> Tensor:
         """Logits [B, T, vocab] of the probe after `verify_blocks` blocks, computed from the weights in memory."""
-        held = sum(stream.buffer.nbytes for stream in (*self._calibrated.values(), *self._scratch.values()))
-        self._calibrated.clear()  # nothing of it is needed any more
-        self._scratch.clear()
-        release_memory(held + self.work.shards.nbytes)
+        release_memory(self.end_text() + self.work.shards.nbytes)
         return self.logits("probe", self.skeleton, min(self.work.verify_blocks, n_blocks))
 
     def logits(self, name: str, skeleton: Skeleton, n_blocks: int) -> Tensor:

@@ -26,19 +26,27 @@ class Rule(BaseModel):
     symmetric: bool | None = Field(None, description="no zero points")
 
 
-class RTNSettings(BaseModel):
-    """Round to nearest: needs no data."""
+class Chosen(BaseModel):
+    """Which layers a step rounds."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    targets: list[str] = Field(
+        ["all-linear"], description="layers to quantize: name, end of name, glob, or re:REGEX", min_length=1
+    )
+    ignore: list[str] = Field([], description="layers to leave as they are, in the same patterns")
+    layers: int | str | None = Field(
+        None, description="blocks to quantize: the first N, or FROM-TO counted from 0; the others stay as they are"
+    )
+
+
+class RTNSettings(Chosen):
+    """Round to nearest: needs no data."""
 
     bits: int = Field(4, ge=2, le=8, description="bits per weight")
     group_size: int = Field(128, description="inputs that share a scale; -1: one scale per output channel")
     symmetric: bool = Field(True, description="no zero points; what every loader reads")
     search: bool = Field(True, description="search each group's range instead of taking it whole")
-    targets: list[str] = Field(
-        ["all-linear"], description="layers to quantize: name, end of name, glob, or re:REGEX", min_length=1
-    )
-    ignore: list[str] = Field([], description="layers to leave as they are, in the same patterns")
     format: Literal["pack-quantized", "gptq", "awq"] = Field(
         "pack-quantized",
         description="how it is stored; gptq (symmetric) and awq (4 bits) for loaders with their kernels",
@@ -162,7 +170,7 @@ class AWQSettings(Rounding, RTNSettings):
         return RTNSettings(**{key: given[key] for key in RTNSettings.model_fields})
 
 
-class SmoothQuantSettings(Rounding):
+class SmoothQuantSettings(Rounding, Chosen):
     """8-bit weights and 8-bit inputs, with what is hard in the inputs moved into the weights."""
 
     activations: Literal["dynamic", "static"] = Field(
@@ -173,10 +181,6 @@ class SmoothQuantSettings(Rounding):
     )
     search_tokens: int = Field(1024, ge=1, description="calibration tokens on which values of alpha are compared")
     search: bool = Field(True, description="search each channel's range instead of taking it whole")
-    targets: list[str] = Field(
-        ["all-linear"], description="layers to quantize: name, end of name, glob, or re:REGEX", min_length=1
-    )
-    ignore: list[str] = Field([], description="layers to leave as they are, in the same patterns")
 
     @model_validator(mode="after")
     def _alpha_is_a_share(self) -> SmoothQuantSettings:
@@ -196,32 +200,21 @@ class SmoothQuantSettings(Rounding):
 
     def weights(self) -> RTNSettings:
         """What becomes of the weights alone."""
-        own = {"search": self.search, "targets": self.targets, "ignore": self.ignore}
+        own = {"search": self.search, **{key: getattr(self, key) for key in Chosen.model_fields}}
         if self.rounding == "gptq":
             own |= {"damp": self.damp, "actorder": self.actorder, "hessian": self.hessian, "asymmetric": "none"}
         kind = GPTQSettings if self.rounding == "gptq" else RTNSettings
         return kind(bits=W8.bits, group_size=W8.group_size, symmetric=W8.symmetric, **own)
 
 
-class _BitsandbytesSettings(BaseModel):
-    """What the formats of bitsandbytes share: they round each weight on its own and need no data."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    targets: list[str] = Field(
-        ["all-linear"], description="layers to quantize: name, end of name, glob, or re:REGEX", min_length=1
-    )
-    ignore: list[str] = Field([], description="layers to leave as they are, in the same patterns")
-
-
-class FourBitSettings(_BitsandbytesSettings):
-    """bitsandbytes' 4-bit types, as QLoRA uses them."""
+class FourBitSettings(Chosen):
+    """bitsandbytes' 4-bit types, as QLoRA uses them; each weight is rounded on its own, without data."""
 
     double_quant: bool = Field(True, description="quantize the scales too: 4.13 instead of 4.5 bits per weight")
     block_size: Literal[32, 64, 128, 256, 512, 1024, 2048, 4096] = Field(64, description="weights that share a scale")
 
 
-class Int8Settings(_BitsandbytesSettings):
+class Int8Settings(Chosen):
     """LLM.int8(): one scale per row; the loader also rounds each layer's inputs to int8."""
 
     threshold: float = Field(

@@ -32,8 +32,11 @@ class Selection:
         return frozenset(linear.name for linear in self.chosen)
 
 
-def select(layout: ModelLayout, targets: Sequence[str], ignore: Sequence[str]) -> Selection:
-    """Resolve patterns against a model's linear layers. Raises SutureError when one, or all together, match nothing."""
+def select(
+    layout: ModelLayout, targets: Sequence[str], ignore: Sequence[str], layers: int | str | None = None
+) -> Selection:
+    """Resolve patterns against a model's linear layers. `layers`: blocks, as in `blocks_named`; None: all. Raises
+    SutureError when a pattern, or all together, match nothing."""
     head = (layout.head or "").removesuffix(".weight")
     for pattern in targets:
         if (pattern != ALL and _matches(pattern, layout.family.head)) or pattern == head:
@@ -42,18 +45,42 @@ def select(layout: ModelLayout, targets: Sequence[str], ignore: Sequence[str]) -
     wanted = {linear.name for linear in layout.linears} if ALL in targets else named
     unwanted = _match_all(layout, [p for p in ignore if not _is_head_alone(layout, p)], "ignore")
     kept = _kept(layout) - named
+    elsewhere = _outside(layout, layers)
     skipped: dict[str, str] = {}
     for linear in layout.linears:
         if linear.name in unwanted:
             skipped[linear.name] = "listed under ignore"
         elif linear.name not in wanted:
             skipped[linear.name] = "matches no target"
+        elif linear.name in elsewhere:
+            skipped[linear.name] = f"outside the blocks of layers: {layers}"
         elif linear.name in kept:
             skipped[linear.name] = f"kept by default: {layout.family.keep_reason}"
     chosen = tuple(linear for linear in layout.linears if linear.name not in skipped)
     if not chosen:
-        raise SutureError("targets: no layer is left to quantize", "loosen targets or ignore")
+        limits = "targets or ignore" if layers is None else "targets, ignore or layers"
+        raise SutureError("targets: no layer is left to quantize", f"loosen {limits}")
     return Selection(chosen, skipped)
+
+
+def blocks_named(layers: int | str, n: int) -> range:
+    """Blocks of a model with `n`: the first so many, or `FROM-TO` counted from 0. Raises SutureError for others."""
+    found = re.fullmatch(r"(\d+)(?:-(\d+))?", str(layers).replace(" ", ""))
+    if found is None:
+        raise SutureError(f"layers: '{layers}' is not blocks", "write 2 for the first two, 4-7 for these four")
+    first, last = (0, int(found[1]) - 1) if found[2] is None else (int(found[1]), int(found[2]))
+    if not first <= last < n:
+        raise SutureError(f"layers: {layers} is outside the model's {n} blocks, 0-{n - 1}", f"at most {n} or 0-{n - 1}")
+    return range(first, last + 1)
+
+
+def _outside(layout: ModelLayout, layers: int | str | None) -> set[str]:
+    """Layers that are in none of the blocks asked for."""
+    if layers is None:
+        return set()
+    named = blocks_named(layers, len(layout.blocks))
+    inside = {linear.name for index in named for group in layout.blocks[index] for linear in group}
+    return {linear.name for linear in layout.linears} - inside
 
 
 def ruled_schemes(layout: ModelLayout, selection: Selection, settings: RTNSettings) -> dict[str, Scheme]:
