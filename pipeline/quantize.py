@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -251,7 +251,7 @@ def _quantize_block(
     streams: BlockStreams,
     settings: RTNSettings,
     plan: QuantizePlan,
-) -> list[QuantizedLayer]:
+) -> Iterable[QuantizedLayer]:
     names = plan.selection.names
     mine = [linear for group in skeleton.layout.blocks[index] for linear in group if linear.name in names]
     if index > plan.last_block:

@@ -274,7 +274,7 @@ def _round(
             skeleton, mine, schemes, weights.range_search, storage, inputs, value_rows(skeleton, index)
         )
     else:
-        layers = rtn_block(skeleton, mine, weights, storage, plan.schemes)
+        layers = list(rtn_block(skeleton, mine, weights, storage, plan.schemes))
     if seen is not None:
         run_block(skeleton, index, streams[CALIBRATION])
     return layers

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +21,7 @@ from .gptq import GPTQOptions, GPTQResult, gptq, output_error
 from .grid import Search, find_grid
 from .learn import LearnOptions, Start, learn
 from .rtn import round_to_grid, rtn
-from .scheme import Quantized, Scheme, split_rows
+from .scheme import Quantized, Scheme, row_pieces, split_rows
 from .settings import GPTQSettings, LearnSettings, RTNSettings
 
 
@@ -52,20 +53,20 @@ def rtn_block(
     settings: RTNSettings,
     storage: torch.dtype,
     schemes: Mapping[str, Scheme] | None = None,
-) -> list[QuantizedLayer]:
-    """Round the chosen layers of a loaded block; its modules then hold the dequantized weights.
+) -> Iterator[QuantizedLayer]:
+    """Round the chosen layers of a loaded block one after another; its modules then hold the dequantized weights.
 
     `schemes`: layer -> its format, where it is not the settings' own.
     """
-    layers = []
     for linear in chosen:
         weight = weight_of(skeleton, linear)
         quantized = rtn(weight, _scheme(linear, settings, schemes), storage, search=settings.range_search)
         dense = quantized.dequantize()
-        record = ModuleRecord("rtn", weight_error(weight, dense))
-        layers.append(_finish(skeleton, linear, quantized, dense, record))
+        layer = _finish(skeleton, linear, quantized, dense, ModuleRecord("rtn", weight_error(weight, dense)))
+        del dense, quantized  # the codes are the caller's: packed before the next layer's come, a block takes half
+        yield layer
+        del layer
         trim_memory(3 * weight.nbytes)
-    return layers
 
 
 def clipped_block(
@@ -276,9 +277,12 @@ def _gptq_record(result: GPTQResult, weight: Tensor, dense: Tensor, hessian: Ten
 
 def weight_error(weight: Tensor, dense: Tensor) -> float:
     """||W - Ŵ|| / ||W||."""
-    difference = torch.linalg.vector_norm(weight - dense.float(), dtype=torch.float64)
-    size = torch.linalg.vector_norm(weight, dtype=torch.float64)
-    return float(difference / size) if float(size) else 0.0
+    difference = size = 0.0
+    for some in row_pieces(*weight.shape):
+        w = weight[some]
+        difference += float(torch.linalg.vector_norm(w - dense[some].float(), dtype=torch.float64)) ** 2
+        size += float(torch.linalg.vector_norm(w, dtype=torch.float64)) ** 2
+    return math.sqrt(difference / size) if size else 0.0
 
 
 def _scheme(linear: Linear, settings: RTNSettings, schemes: Mapping[str, Scheme] | None) -> Scheme:

@@ -17,7 +17,8 @@ from torch import Tensor
 from .scheme import Quantized, Scheme
 
 _STRIDE = 3  # of the ranges tried first
-_CHUNK = 1 << 16  # weights handled at once: the search passes over them many times and stays in the CPU's cache
+# Weights handled at once: few enough to stay in the CPU's cache over many passes, enough that a pass costs more than its call.
+_CHUNK = 1 << 18
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.errors import SutureError
+from .scheme import row_pieces
 
 
 def words(count: int, bits: int) -> int:
@@ -39,6 +40,14 @@ def unpack(packed: Tensor, bits: int, count: int, dim: int) -> Tensor:
 
 
 def _pack_rows(codes: Tensor, bits: int) -> Tensor:
+    rows, count = codes.shape
+    packed = torch.empty(rows, words(count, bits), dtype=torch.int32, device=codes.device)
+    for some in row_pieces(rows, count):
+        packed[some] = _pack_piece(codes[some], bits)
+    return packed
+
+
+def _pack_piece(codes: Tensor, bits: int) -> Tensor:
     # A code at bit p of the stream adds (code << p % 32) to word p // 32, and what passes bit 31 to the next word.
     rows, count = codes.shape
     stream = torch.zeros(rows, words(count, bits) + 1, dtype=torch.int64, device=codes.device)

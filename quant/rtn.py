@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .grid import Grid, Search, find_grid
-from .scheme import Quantized, Scheme, quantize_to_grid
+from .scheme import Quantized, Scheme, quantize_to_grid, row_pieces
 
 
 def rtn(
@@ -33,6 +33,9 @@ def round_to_grid(weight: Tensor, grid: Grid) -> Quantized:
     """Nearest codes on a given grid."""
     out_features, in_features = weight.shape
     groups = grid.scale.shape[1]
-    w = weight.float().view(out_features, groups, in_features // groups)
-    codes = quantize_to_grid(w, grid.scale[..., None], grid.zero[..., None], grid.scheme.levels)
-    return grid.quantized(codes.view(out_features, in_features))
+    codes = torch.empty(out_features, in_features, dtype=torch.uint8, device=weight.device)
+    for some in row_pieces(out_features, in_features):
+        w = weight[some].float().reshape(-1, groups, in_features // groups)
+        found = quantize_to_grid(w, grid.scale[some, :, None], grid.zero[some, :, None], grid.scheme.levels)
+        codes[some] = found.view(-1, in_features)
+    return grid.quantized(codes)

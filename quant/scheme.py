@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -69,15 +70,27 @@ class Quantized:
     def dequantize(self) -> Tensor:
         """The weight [out, in] in the scales' dtype, as a loader computes it: one rounding, after the product."""
         rows, cols = self.codes.shape
-        zero = self.scheme.middle if self.zero is None else self.zero.float()[..., None]
-        codes = self.codes.view(rows, self.scale.shape[1], -1).float()
-        # (code - zero) is exact in every storage dtype, so the fp32 product rounded once is the storage dtype's product
-        return ((codes - zero) * self.scale.float()[..., None]).to(self.scale.dtype).view(rows, cols)
+        dense = torch.empty(rows, cols, dtype=self.scale.dtype, device=self.codes.device)
+        for some in row_pieces(rows, cols):
+            scale = self.scale[some].float()[..., None]
+            zero = self.scheme.middle if self.zero is None else self.zero[some].float()[..., None]
+            codes = self.codes[some].view(*scale.shape[:2], -1).float()
+            # (code - zero) is exact in every storage dtype, so the fp32 product rounded once is the storage dtype's
+            dense[some] = codes.sub_(zero).mul_(scale).view(-1, cols)
+        return dense
 
 
 def quantize_to_grid(weight: Tensor, scale: Tensor, zero: Tensor | float, levels: int) -> Tensor:
     """Nearest codes (float) of `weight` on the grid; arguments broadcast."""
     return (weight / scale + zero).round_().clamp_(0, levels)
+
+
+def row_pieces(rows: int, cols: int, weights: int = 1 << 20) -> Iterator[slice]:
+    """Rows of a matrix some at a time, about so many weights: what is computed of them on the way is never a whole matrix,
+    which may be as large as the block it comes from."""
+    step = max(1, weights // max(cols, 1))
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
 
 
 def split_rows(quantized: Quantized, sizes: list[int]) -> list[Quantized]:
