@@ -111,8 +111,7 @@ def heal(
     """Train an adapter beside a quantized model towards the original; kept only when held-out text says it is better."""
     with messages("; --resume goes on with what is done"):
         from ..pipeline.adapters import heal as heal_beside
-        from ..pipeline.crew import joined
-        from ..pipeline.heal_train import help_training
+        from ..pipeline.launch import joined
         from ..pipeline.recipe import parse_values
         from .console import TerminalProgress
 
@@ -124,7 +123,7 @@ def heal(
         options: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "progress": TerminalProgress()}
         with joined() as crew:
             if crew.rank > 0:
-                crew.follow(help_training)
+                crew.follow()
                 return
             options |= {"crew": crew, **parse_values(pairs)}
             written = heal_beside(model, output, teacher=teacher, calibration=text, **options)

@@ -412,15 +412,14 @@ def _run_content(
 
 
 def _run(recipe: Any, device: str, overwrite: bool, resume: bool, as_json: bool) -> None:
-    from ..pipeline.crew import joined
-    from ..pipeline.heal_train import help_training
+    from ..pipeline.launch import joined
     from ..pipeline.run import run as run_recipe
     from .console import TerminalProgress
     from .tables import print_run, run_facts
 
     with joined() as crew:
-        if crew.rank > 0:  # a launcher started several: the first one does all but training
-            crew.follow(help_training)
+        if crew.rank > 0:  # a launcher started several: the first one gives the others work
+            crew.follow()
             return
         options: dict[str, Any] = {"device": device, "overwrite": overwrite, "resume": resume, "crew": crew}
         finished = run_recipe(recipe, progress=TerminalProgress(), **options)

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from .. import __version__
+from ..calibrate.crew import ALONE, Crew
 from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import sha256_file
 from ..checkpoint.reader import Checkpoint
@@ -22,7 +23,6 @@ from ..checkpoint.staging import check_output, open_staging
 from ..lora.compose import Form, base_metadata, compose
 from ..lora.settings import HealSettings
 from .adapter_files import Written, commit_adapter, open_dense, runtime_path, taken_for_experts
-from .crew import ALONE, Crew
 from .heal_rounding import round_in_loop, rounded_layers
 from .heal_train import hook_factors
 from .heal_whole import Desk, costs_of, linears_of, notes_of, same_vocabulary, train_whole

@@ -12,7 +12,6 @@ from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import MANIFEST, read_manifest, to_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import write_whole
-from ..quant.decode import open_decoded
 from ..report.document import SCHEMA_VERSION, Report, framed, make_report, write_report
 from ..report.page import render
 from .costs import cost_of
@@ -22,7 +21,7 @@ from .progress import Progress, default_progress
 from .recipe import CalibrationSettings, Recipe, ReportSettings, load_recipe, make_recipe
 from .run import Run
 from .run import run as _run
-from .scoring import score_set
+from .scoring import Scorer, score_set
 from .task_runs import plan_tasks, run_tasks
 from .texts import Calibration, Evaluation, TextModel, calibration_text, evaluation_text, leakage, text_model
 from .timing import time_models
@@ -124,7 +123,8 @@ def compare(
     ).report
     assert isinstance(wanted, ReportSettings)
     checkpoints = {"base": open_checkpoint(base), "candidate": open_checkpoint(candidate)}
-    skeletons = {name: open_decoded(checkpoint, choose_device(device)) for name, checkpoint in checkpoints.items()}
+    scorer = Scorer.of(checkpoints["base"], checkpoints["candidate"], choose_device(device), progress.track)
+    skeletons = scorer.models
     rows = {name: s.source.shapes[s.layout.embedding][0] for name, s in skeletons.items()}
     if rows["base"] != rows["candidate"]:
         raise SutureError(
@@ -142,15 +142,13 @@ def compare(
     sets = [
         score_set(
             evaluation,
-            skeletons["base"],
-            skeletons["candidate"],
-            progress.track,
+            scorer,
             fidelity=wanted.fidelity,
             level=wanted.level,
         )
         for evaluation in evaluations
     ]
-    scored = run_tasks(tasks, skeletons["base"], skeletons["candidate"], progress.track, level=wanted.level)
+    scored = run_tasks(tasks, scorer, level=wanted.level)
     before, after = checkpoints["base"].path, checkpoints["candidate"].path
     generation, samples = run_generation(
         asked, before, after, choose_device(device), progress.track, level=wanted.level

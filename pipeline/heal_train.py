@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from ..calibrate.crew import Crew
 from ..calibrate.memory import release_memory
 from ..calibrate.skeleton import Skeleton, open_skeleton
 from ..checkpoint.layout import Linear
@@ -23,7 +24,6 @@ from ..lora.distill import forward_kl, next_token
 from ..lora.settings import HealSettings
 from ..lora.train import Team, TrainOptions, train
 from ..quant.decode import dense_view
-from .crew import Crew
 from .heal_rounding import round_in_loop
 from .judge import Split
 
@@ -42,6 +42,11 @@ class Job:
     names: tuple[str, ...]  # parameters that are trained themselves, when none do
     teacher: tuple[Path, Path]  # what `top_k` kept: ids and log-probabilities, [sequences, length, k]
     saved: Path  # the last checkpoint, if there is one
+
+    def help(self, crew: Crew) -> None:
+        """What the other processes do: train, and keep nothing."""
+        student = open_skeleton(dense_view(open_checkpoint(str(self.student))), device=self.device)
+        train_job(self, student, crew, lambda state: None, lambda steps, total: steps)
 
 
 @dataclass(frozen=True)
@@ -75,12 +80,6 @@ def options_of(settings: HealSettings, length: int) -> TrainOptions:
 def arithmetic(settings: HealSettings, device: torch.device) -> torch.autocast:
     """In which a forward that is trained on computes; one that only measures stays in float32."""
     return torch.autocast(device.type, torch.bfloat16, enabled=settings.precision == "bf16" and torch.is_grad_enabled())
-
-
-def help_training(job: Job, crew: Crew) -> None:
-    """What the other processes do: train, and keep nothing."""
-    source = dense_view(open_checkpoint(str(job.student)))
-    train_job(job, open_skeleton(source, device=job.device), crew, lambda state: None, lambda steps, total: steps)
 
 
 def train_job(

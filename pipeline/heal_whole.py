@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ..calibrate.crew import ALONE, Crew
 from ..calibrate.replay import Stream, run_block
 from ..calibrate.skeleton import Skeleton
 from ..checkpoint.errors import SutureError
@@ -29,7 +30,6 @@ from ..lora.settings import HealSettings
 from ..lora.train import check_optimizer
 from ..quant.block import weight_of
 from ..quant.targets import select
-from .crew import ALONE, Crew
 from .heal_train import Job, Trained, options_of, train_job
 from .judge import Split
 from .progress import Progress

@@ -17,6 +17,7 @@ import torch
 from pydantic import BaseModel
 
 from .. import __version__
+from ..calibrate.crew import ALONE, Crew
 from ..calibrate.memory import release_memory
 from ..calibrate.tokens import TokenBlocks
 from ..checkpoint.families import family_of
@@ -31,7 +32,6 @@ from ..checkpoint.staging import Staging, clean_committed, open_staging, write_w
 from ..checkpoint.writer import ShardPlan, plan_shards
 from ..quant.decode import DenseView
 from ..report.document import Report
-from .crew import ALONE, Crew
 from .estimate import hidden_budget
 from .plan import Plan, make_plan, probe_ids, settled, tokens_after
 from .process import imports_done
@@ -86,7 +86,7 @@ def run(
 ) -> Run:
     """Carry out a recipe. Raises SutureError, with nothing under the output's name, when any part of it fails.
 
-    `crew`: the processes that train together, of which this one is the first.
+    `crew`: the processes that work together, of which this one is the first.
     """
     progress = progress or default_progress()
     clock = _Clock()
@@ -110,7 +110,7 @@ def run(
             verification = _verify(plan, staging, results[-1], loader)
             clock.lap("verify")
             cache = cache_sizes(plan)
-            report = report_of(plan, staging, results, cache, progress)
+            report = report_of(plan, staging, results, cache, progress, crew)
             clock.lap("report")
             disk = staging.measured()
             check_gate(recipe.gate, report)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from ..calibrate.crew import ALONE, Crew
 from ..checkpoint.errors import SutureError
 from ..checkpoint.staging import Staging, write_whole
-from ..quant.decode import open_decoded
 from ..quant.scheme import STORAGE
 from ..report.card import KEPT, card, is_ours
 from ..report.document import REPORT_FILES, SAMPLES, Report, make_report, write_report
@@ -22,7 +22,7 @@ from .plan import Plan, tokens_after
 from .progress import Progress
 from .qlora_bases import compare_bases
 from .run_manifest import README, config_edits, plain_sizes
-from .scoring import score_set
+from .scoring import Scorer, score_set
 from .step import StepResult
 from .task_runs import run_tasks
 from .verify import reopen
@@ -58,6 +58,7 @@ def report_of(
     results: list[StepResult],
     cache: dict[str, CacheSize] | None,
     progress: Progress,
+    crew: Crew = ALONE,
 ) -> Report | None:
     for name in (*REPORT_FILES, SAMPLES):  # of the run that is resumed, whose report may have been another
         for stale in (staging.model / name, staging.model / f"{name}.tmp"):
@@ -66,14 +67,12 @@ def report_of(
     if wanted is None:
         return None
     written = reopen(staging.model)
-    base, candidate = (open_decoded(checkpoint, plan.device) for checkpoint in (plan.checkpoint, written))
+    scorer = Scorer.of(plan.checkpoint, written, plan.device, progress.track, crew)
     budget = plan.estimate.available_memory // 3
     sets = [
         score_set(
             evaluation,
-            base,
-            candidate,
-            progress.track,
+            scorer,
             fidelity=wanted.fidelity,
             level=wanted.level,
             budget=budget,
@@ -82,7 +81,7 @@ def report_of(
         )
         for evaluation in plan.evaluations
     ]
-    tasks = run_tasks(plan.tasks, base, candidate, progress.track, level=wanted.level, budget=budget, staging=staging)
+    tasks = run_tasks(plan.tasks, scorer, level=wanted.level, budget=budget, staging=staging)
     generation, samples = run_generation(
         plan.generation,
         plan.checkpoint.path,

@@ -1,20 +1,28 @@
-"""Score a base and a candidate on one evaluation text: the part that recipes and comparisons share."""
+"""Score a base and a candidate on one evaluation text: the part that recipes and comparisons share.
+
+Where a launcher started several processes, each scores its share of the windows.
+"""
 
 from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterator
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from ..calibrate.crew import ALONE, Crew
 from ..calibrate.skeleton import Skeleton
+from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import Staging, write_whole
+from ..quant.decode import open_decoded
 from ..report.document import ScoredSet
 from ..report.fidelity import noise_floor
-from ..report.score import compare_tokens, score, vocabulary
+from ..report.score import compare_tokens, score, together, vocabulary
 from ..report.windows import Windows
 from .texts import Evaluation
 
@@ -24,11 +32,82 @@ _SHORT = {"BF16": torch.bfloat16, "F16": torch.float16}
 Track = Callable[..., Iterator[Any]]
 
 
+Which = Literal["base", "candidate"]
+
+
+@dataclass(frozen=True)
+class ScoreJob:
+    """One pass over windows: the losses of one model, or two models compared."""
+
+    of: tuple[Which, ...]
+    paths: dict[str, Path]  # where other processes open them
+    device: str
+    windows: Windows
+    label: str
+    budget: int  # bytes, of all processes
+    spill: Path | None
+    rounded: torch.dtype | None  # as in `compare_tokens`
+
+    def help(self, crew: Crew) -> None:
+        """Score this process's share of the windows, for process 0."""
+        found = {name: open_decoded(open_checkpoint(self.paths[name]), self.device) for name in sorted({*self.of})}
+        crew.gather(self.share(found, crew, lambda items, total, label: iter(items)))
+
+    def share(self, models: dict[str, Skeleton], crew: Crew, track: Track) -> npt.NDArray[Any]:
+        """The figures of this process's windows."""
+        spill = self.spill and crew.own(self.spill)
+        how = (self.windows, track, self.label, self.budget // crew.size, spill)
+        mine = (crew.rank, crew.size)
+        if len(self.of) == 1:
+            return score(models[self.of[0]], *how, share=mine)
+        base, candidate = (models[name] for name in self.of)
+        return compare_tokens(base, candidate, *how, rounded=self.rounded, share=mine)
+
+
+@dataclass(frozen=True)
+class Scorer:
+    """A base and a candidate, and the processes that score them."""
+
+    models: dict[str, Skeleton]
+    paths: dict[str, Path]
+    track: Track
+    crew: Crew = ALONE
+
+    @classmethod
+    def of(
+        cls, base: Checkpoint, candidate: Checkpoint, device: torch.device, track: Track, crew: Crew = ALONE
+    ) -> Scorer:
+        """Raises SutureError when one of them cannot be decoded."""
+        given = {"base": base, "candidate": candidate}
+        models = {name: open_decoded(checkpoint, device) for name, checkpoint in given.items()}
+        return cls(models, {name: checkpoint.path for name, checkpoint in given.items()}, track, crew)
+
+    @property
+    def base(self) -> Skeleton:
+        return self.models["base"]
+
+    @property
+    def candidate(self) -> Skeleton:
+        return self.models["candidate"]
+
+    def measure(
+        self,
+        of: tuple[Which, ...],
+        windows: Windows,
+        label: str,
+        budget: int,
+        spill: Path | None,
+        rounded: torch.dtype | None = None,
+    ) -> npt.NDArray[Any]:
+        """(n_scored,) in the plan's order: `score` of one model, or `compare_tokens` of two."""
+        job = ScoreJob(of, self.paths, self.base.device.type, windows, label, budget, spill, rounded)
+        self.crew.share(job)
+        return together(windows, self.crew.gather(job.share(self.models, self.crew, self.track)))
+
+
 def score_set(
     evaluation: Evaluation,
-    base: Skeleton,
-    candidate: Skeleton,
-    track: Track,
+    scorer: Scorer,
     *,
     fidelity: bool,
     level: float,
@@ -41,8 +120,8 @@ def score_set(
     renumbered: the windows in the candidate's token ids, when it numbers them otherwise; there is no divergence then.
     staging: where finished tokens are kept, so that a resumed run does not score them again.
     """
-    windows, notes = evaluation.windows, list(evaluation.warnings)
-    if fidelity and (renumbered is not None or vocabulary(base) != vocabulary(candidate)):
+    windows, notes, base = evaluation.windows, list(evaluation.warnings), scorer.base
+    if fidelity and (renumbered is not None or vocabulary(base) != vocabulary(scorer.candidate)):
         fidelity = False
         notes.append("the candidate has another vocabulary than the base: KL divergence is not defined between them")
     label = f"score {evaluation.name}"
@@ -50,11 +129,12 @@ def score_set(
 
     def measure() -> npt.NDArray[Any]:
         if fidelity:
-            return compare_tokens(base, candidate, windows, track, label, budget, spill)
+            return scorer.measure(("base", "candidate"), windows, label, budget, spill)
         tokens = np.zeros(windows.n_scored, dtype=[("nll_base", "<f4"), ("nll_candidate", "<f4")])
-        for name, skeleton in (("base", base), ("candidate", candidate)):
+        names: tuple[Which, ...] = ("base", "candidate")
+        for name in names:
             theirs = renumbered if renumbered is not None and name == "candidate" else windows
-            tokens[f"nll_{name}"] = score(skeleton, theirs, track, f"{label}: {name}", budget, spill)
+            tokens[f"nll_{name}"] = scorer.measure((name,), theirs, f"{label}: {name}", budget, spill)
         return tokens
 
     kind = "fidelity" if fidelity else "nll"
@@ -65,7 +145,7 @@ def score_set(
         sample = windows.sample(max(_FLOOR_WINDOWS, windows.n_windows // _FLOOR_SHARE))
 
         def repeat() -> npt.NDArray[Any]:
-            return compare_tokens(base, base, sample, track, f"{label}: noise", budget, spill, rounded=dtype)
+            return scorer.measure(("base", "base"), sample, f"{label}: noise", budget, spill, dtype)
 
         noise = kept_tokens(staging, f"noise-{windows.tokens_sha256[:16]}.npy", repeat)
         what = (

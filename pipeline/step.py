@@ -11,13 +11,13 @@ import torch
 from pydantic import BaseModel
 from torch import Tensor
 
+from ..calibrate.crew import ALONE, Crew
 from ..calibrate.tokens import TokenBlocks
 from ..checkpoint.manifest import Account
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.source import PlannedSource, TensorSource
 from ..checkpoint.staging import Staging
 from ..checkpoint.writer import ShardPlan, TensorSpec
-from .crew import ALONE, Crew
 from .progress import Progress
 
 
@@ -88,7 +88,7 @@ class StepRun:
     verify_blocks: int  # blocks that verification will reload
     progress: Progress
     device: torch.device
-    crew: Crew = ALONE  # the processes that train together
+    crew: Crew = ALONE  # the processes that work together
     rounded_later: bool = False  # a step after this one quantizes
 
 

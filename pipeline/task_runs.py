@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from ..calibrate.documents import read_rows
-from ..calibrate.skeleton import Skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.staging import Staging
-from ..report.score import compare_tokens
 from ..report.tasks import Item, answers, compare_answers, read_items, request_windows
 from ..report.windows import Windows
 from .recipe import TaskSettings
-from .scoring import Track, kept_tokens
+from .scoring import Scorer, kept_tokens
 from .texts import TextModel
 
 
@@ -47,9 +45,7 @@ def plan_tasks(settings: Sequence[TaskSettings], model: TextModel) -> tuple[Task
 
 def run_tasks(
     plans: Sequence[TaskPlan],
-    base: Skeleton,
-    candidate: Skeleton,
-    track: Track,
+    scorer: Scorer,
     *,
     level: float,
     budget: int = 4 << 30,
@@ -62,7 +58,7 @@ def run_tasks(
         spill = staging.work / "score.bin" if staging is not None else None
 
         def measure(windows: Windows = windows, spill: Path | None = spill, name: str = plan.name) -> Any:
-            return compare_tokens(base, candidate, windows, track, f"task {name}", budget, spill)
+            return scorer.measure(("base", "candidate"), windows, f"task {name}", budget, spill)
 
         tokens = kept_tokens(staging, f"task-{windows.tokens_sha256[:16]}.npy", measure)
         found = [

@@ -6,6 +6,9 @@ otherwise all windows pass through one block after another. Both compute the sam
 
 Of the base only the last hidden states are ever kept, `hidden` numbers a token where logits are `vocabulary` of them;
 its head makes the same logits of them again, exactly, when the candidate's are there.
+
+Several processes may take a share of the batches each, formed as one process forms them, and `together` puts their
+scores in order: the numbers are those of one process, to the bit.
 """
 
 from __future__ import annotations
@@ -29,6 +32,8 @@ LOGIT_BYTES = 128 << 20  # logits held at once
 _ROWS = 16  # tokens whose two distributions are compared at once: they stay in the processor's cache
 
 Track = Callable[..., Iterator[Any]]
+Share = tuple[int, int]  # which of how many: batches are taken in turn
+WHOLE: Share = (0, 1)
 Batch = tuple[list[int], Tensor, Tensor]  # window numbers, ids [B, T], last hidden states [B, T - 1, hidden]
 
 
@@ -41,11 +46,15 @@ def score(
     budget: int = 4 << 30,
     spill: Path | None = None,
     batch_tokens: int = 2048,
+    share: Share = WHOLE,
 ) -> npt.NDArray[np.float64]:
-    """NLL in nats, (n_scored,), in the plan's order. Raises SutureError naming a window that gives NaN."""
+    """NLL in nats, (n_scored,), in the plan's order. Raises SutureError naming a window that gives NaN.
+
+    share: only of the windows of this share.
+    """
     nll: list[npt.NDArray[np.float64] | None] = [None] * windows.n_windows
     skeleton.load_head()
-    for members, ids, hidden in _hidden_states(skeleton, windows, track, label, budget, spill, batch_tokens):
+    for members, ids, hidden in _hidden_states(skeleton, windows, share, track, label, budget, spill, batch_tokens):
         first = _first(windows, members)
         losses = torch.empty(len(members), ids.shape[1], dtype=torch.float64)
         for start, end in _pieces(first, ids.shape[1], len(members), vocabulary(skeleton)):
@@ -57,7 +66,7 @@ def score(
             _refuse_nan(part, skeleton, number, start)
             nll[number] = part
     skeleton.free_head()
-    return np.concatenate([part for part in nll if part is not None])
+    return _in_order(nll, np.dtype(np.float64))
 
 
 @torch.no_grad()
@@ -71,12 +80,14 @@ def compare_tokens(
     spill: Path | None = None,
     batch_tokens: int = 2048,
     rounded: torch.dtype | None = None,
+    share: Share = WHOLE,
 ) -> npt.NDArray[Any]:
     """One row per scored token in the plan's order, (n_scored,) of `fidelity.TOKEN_FIELDS`.
 
     spill: where states go that do not fit; two files, with `-base` and `-candidate` after its stem.
     rounded: the candidate's hidden state is rounded to this dtype after each block, as a model does that computes in
     it; with `candidate` the base itself this measures the noise of that arithmetic.
+    share: as for `score`.
     Raises SutureError: models of different vocabularies; a window that gives NaN, with the model's name.
     """
     if vocabulary(base) != vocabulary(candidate):
@@ -89,13 +100,13 @@ def compare_tokens(
     models = {"base": base} if candidate is base else {"base": base, "candidate": candidate}
     for skeleton in models.values():
         skeleton.load_head()
-    share = budget // 2
+    each = budget // 2
     files = {name: spill and spill.with_name(f"{spill.stem}-{name}{spill.suffix}") for name in ("base", "candidate")}
     itself = candidate is base and rounded is None  # then its blocks run once
-    quiet = _fits(base, share) and not itself  # then both go side by side, under one progress bar
+    quiet = _fits(base, each) and not itself  # then both go side by side, under one progress bar
     follow = _untracked if quiet else track
-    ours = _hidden_states(base, windows, follow, f"{label}: base", share, files["base"], batch_tokens)
-    theirs = _hidden_states(candidate, windows, track, label, share, files["candidate"], batch_tokens, rounded)
+    ours = _hidden_states(base, windows, share, follow, f"{label}: base", each, files["base"], batch_tokens)
+    theirs = _hidden_states(candidate, windows, share, track, label, each, files["candidate"], batch_tokens, rounded)
     if not quiet and not itself:
         ours = iter(list(ours))
     pairs = ((batch, batch) for batch in ours) if itself else zip(ours, theirs, strict=True)
@@ -122,12 +133,30 @@ def compare_tokens(
             rows[number] = part
     for skeleton in models.values():
         skeleton.free_head()
-    return np.concatenate([part for part in rows if part is not None])
+    return _in_order(rows, TOKEN_FIELDS)
+
+
+def together(windows: Windows, parts: Sequence[npt.NDArray[Any]], batch_tokens: int = 2048) -> npt.NDArray[Any]:
+    """What all shares give, in the plan's order. parts: what the first, second, ... of `len(parts)` gave."""
+    scored: list[npt.NDArray[Any] | None] = [None] * windows.n_windows
+    for number, part in enumerate(parts):
+        batches = _batches(windows, batch_tokens, (number, len(parts)))
+        taken = sorted(window for members, _ in batches for window in members)
+        ends = np.cumsum([windows.ids[window].size - int(windows.score_from[window]) for window in taken])
+        for window, piece in zip(taken, np.split(part, ends[:-1]), strict=bool(taken)):
+            scored[window] = piece
+    return _in_order(scored, parts[0].dtype)
+
+
+def _in_order(scored: Sequence[npt.NDArray[Any] | None], dtype: np.dtype[Any]) -> npt.NDArray[Any]:
+    """The windows' figures one after another, of those that there are."""
+    return np.concatenate([np.empty(0, dtype), *(part for part in scored if part is not None)])
 
 
 def _hidden_states(
     skeleton: Skeleton,
     windows: Windows,
+    share: Share,
     track: Track,
     label: str,
     budget: int,
@@ -140,7 +169,9 @@ def _hidden_states(
     def after(hidden: Tensor) -> Tensor:
         return hidden if rounded is None else hidden.to(rounded).to(hidden.dtype)
 
-    batches = list(_batches(windows, batch_tokens))
+    batches = list(_batches(windows, batch_tokens, share))
+    if not batches:
+        return
     if _fits(skeleton, budget):
         for index in range(skeleton.n_blocks):
             if next(skeleton.block(index).parameters()).is_meta:
@@ -181,16 +212,19 @@ def vocabulary(skeleton: Skeleton) -> int:
     return skeleton.source.shapes[skeleton.layout.head or skeleton.layout.embedding][0]
 
 
-def _batches(windows: Windows, batch_tokens: int) -> Iterator[tuple[list[int], Tensor]]:
-    """Windows of equal length together, about `batch_tokens` per batch: (window numbers, ids [B, T])."""
+def _batches(windows: Windows, batch_tokens: int, share: Share) -> Iterator[tuple[list[int], Tensor]]:
+    """Windows of equal length together, about `batch_tokens` per batch: (window numbers, ids [B, T]); of all batches,
+    those of the share."""
     by_length: dict[int, list[int]] = {}
     for number, ids in enumerate(windows.ids):
         by_length.setdefault(ids.size, []).append(number)
+    batches: list[list[int]] = []
     for length, numbers in sorted(by_length.items(), reverse=True):
         size = max(1, batch_tokens // length)
-        for start in range(0, len(numbers), size):
-            members = numbers[start : start + size]
-            yield members, torch.from_numpy(np.stack([windows.ids[n] for n in members]))
+        batches += [numbers[start : start + size] for start in range(0, len(numbers), size)]
+    which, of = share
+    for members in batches[which::of]:
+        yield members, torch.from_numpy(np.stack([windows.ids[n] for n in members]))
 
 
 def _first(windows: Windows, members: list[int]) -> int:

@@ -1,14 +1,14 @@
-"""Two processes that train one model: the curve of one, one writer, and what is left when one of them dies."""
+"""Several processes that carry out one recipe: what comes out is what one makes, there is one writer, and what is left when
+one of them dies is a run to go on with."""
 
 import json
-import os
 import socket
-import subprocess
-import sys
+from pathlib import Path
 
 import pytest
 import torch
 from kit import ids_file, make, read, run
+from warm import start
 
 from suture.checkpoint.manifest import read_manifest
 
@@ -19,62 +19,49 @@ HEAL = {"method": "lora", "r": 8, "rate": 0.01, "tokens": 24 * 5 * 12, "batch": 
 def home(tmp_path_factory):
     directory = tmp_path_factory.mktemp("crew")
     ids_file(directory / "ids.jsonl", rows=24, length=70)
-    make("Q2", directory / "Q2")
+    ids_file(directory / "held.jsonl", rows=60, length=70, seed=1)  # three batches of windows
+    for model in ("Q2", "MX"):
+        make(model, directory / model)
     return directory
 
 
-def recipe_of(home, output):
+def recipe_of(home, output, steps, *, model="Q2", **more):
     calibration = {"data": str(home / "ids.jsonl"), "samples": 40, "length": 24}
-    steps = [{"gqa": {"kv_heads": 1, "method": "mean"}}, {"heal": HEAL}]
-    return {"model": str(home / "Q2"), "output": str(home / output), "calibration": calibration, "steps": steps}
+    content = {"model": str(home / model), "output": str(home / output), "calibration": calibration, "steps": steps}
+    return content | more
 
 
-def crew(home, output, *options, dies=""):
-    """Both processes' (exit code, standard output, standard error), started as torchrun starts them."""
-    path = home / f"{output}.json"
-    path.write_text(json.dumps(recipe_of(home, output)), encoding="utf-8")  # JSON is YAML
+def crew(home, recipe, *options, size=2, **special):
+    """Every process, ended; started as torchrun starts them. special: what `warm.start` is told for one of them."""
+    path = home / f"{Path(recipe['output']).name}.json"
+    path.write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = f"{dies}\nfrom suture.cli.main import app\napp()"
     running = []
-    for rank in range(2):
-        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "RANK": str(rank)}
-        running.append(
-            subprocess.Popen(
-                [sys.executable, "-c", command, "run", str(path), *options],
-                env={**os.environ, **env, "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-        )
-    found = [process.communicate(timeout=240) for process in running]
-    return [(process.returncode, *texts) for process, texts in zip(running, found, strict=True)]
+    for rank in range(size):
+        env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "RANK": str(rank)}
+        more = special.get(f"process_{rank}", {})
+        running.append(start("run", path, *options, cwd=home, variables=env | {"LOCAL_RANK": str(rank)}, **more))
+    return [process.wait() for process in running]
 
 
-# In process 1, the 20th sequence that it trains on or judges by is its last.
-DIES = """
-import os
-from suture.pipeline import heal_train
-real, calls = heal_train.forward_kl, []
-def dying(*args):
-    calls.append(1)
-    if os.environ["RANK"] == "1" and len(calls) > 20:
-        os._exit(9)
-    return real(*args)
-heal_train.forward_kl = dying
-"""
+def dies_at(call):
+    """`original`, whose call of that number is the process's last."""
+    return f"(lambda calls: lambda *a: (calls.append(1), len(calls) > {call} and os._exit(9), original(*a))[2])([])"
 
 
 def test_two_processes_train_as_one_does_and_one_that_dies_leaves_a_run_to_go_on_with(home):
-    alone = run(recipe_of(home, "alone")).manifest["receipts"][1]
-    first, second = crew(home, "both", dies=DIES)
-    assert second[0] == 9 and first[0] == 1 and "Traceback" not in first[2]
-    assert "one of the 2 processes that train together is gone; start them again with --resume" in first[2]
+    steps = [{"gqa": {"kv_heads": 1, "method": "mean"}}, {"heal": HEAL}]
+    alone = run(recipe_of(home, "alone", steps)).manifest["receipts"][1]
+    both = recipe_of(home, "both", steps)
+    dies = {"patches": {"suture.pipeline.heal_train:forward_kl": dies_at(20)}}  # trained on or judged by
+    first, second = crew(home, both, process_1=dies)
+    assert second.code == 9 and first.code == 1 and "Traceback" not in first.err
+    assert "one of the 2 processes that work together is gone; start them again with --resume" in first.err
     assert not (home / "both").exists() and (home / "both.partial/work/step-2-training.pt").exists()
-    (code, said, _), (other, silent, errors) = crew(home, "both", "--resume")
-    assert (code, other) == (0, 0) and said and not silent and not errors
+    first, second = crew(home, both, "--resume")
+    assert (first.code, second.code) == (0, 0) and first.out and not second.out and not second.err
     assert not (home / "both.partial").exists()
     together = read_manifest(home / "both")["receipts"][1]
     assert [p["step"] for p in together["curve"]] == [p["step"] for p in alone["curve"]] == [0, 4, 8, 12]
@@ -83,3 +70,27 @@ def test_two_processes_train_as_one_does_and_one_that_dies_leaves_a_run_to_go_on
         assert values[0] == pytest.approx(values[1], rel=1e-3) and values[0] != values[0][:1] * len(values[0])
     ours, theirs = (read(home / name) for name in ("both", "alone"))
     assert all(torch.allclose(ours[name].float(), theirs[name].float(), rtol=0.02, atol=1e-3) for name in theirs)
+
+
+def test_processes_share_the_scoring_and_the_files_are_those_of_one(home):
+    """J: one that dies while it scores leaves the rest of the run, which any number of processes ends."""
+    report = {
+        "data": str(home / "held.jsonl"),
+        "window": 24,
+        "stride": 16,
+        "fidelity": True,
+    }  # windows of 24, 22, ... tokens
+    recipe = recipe_of(home, "scored-alone", [{"rtn": {"group_size": 32}}], report=report)
+    run(recipe)
+    recipe["output"] = str(home / "scored")
+    dies = {"patches": {"suture.report.score:token_fidelity": dies_at(1)}}
+    first, second = crew(home, recipe, process_1=dies)
+    assert (first.code, second.code) == (1, 9) and "one of the 2 processes that work together is gone" in first.err
+    assert not (home / "scored").exists()
+    ended = crew(home, recipe, "--resume", size=4)
+    assert [process.code for process in ended] == [0] * 4 and not any(process.err for process in ended[1:])
+    assert content(home / "scored") == content(home / "scored-alone")
+
+
+def content(directory):
+    return {path.name: path.read_bytes() for path in directory.iterdir()}

@@ -37,6 +37,7 @@ class Task:
     kill_after: str = ""  # unit of the journal after which the process dies, at the second event of the next one
     stop_at: int = 0  # the event at which the process waits until it is told to go on; 0: none
     patches: dict[str, str] = field(default_factory=dict)  # "module:name" -> expression, which may use `original`
+    variables: dict[str, str] = field(default_factory=dict)  # of its environment, besides ours
     quick_verify: bool = True  # reload the output in the same process instead of a new one
 
 
@@ -212,6 +213,7 @@ def _child(task: Task, place: Path) -> None:
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.chdir(task.cwd)
         os.environ["TMPDIR"], tempfile.tempdir = str(place / "tmp"), None
+        os.environ.update(task.variables)
         signal.signal(signal.SIGINT, signal.default_int_handler)
         _patch(task)
         count = _watch_events(task, place)
