@@ -79,6 +79,7 @@ def _plan(
 ) -> BitsandbytesPlan:
     layout, source = skeleton.layout, skeleton.source
     specs, accounts = planned_tensors(source, layout, selection, specs_of, lambda linears: how)
+    numels = [[x.numel for group in groups for x in group if x.name in selection.names] for groups in layout.blocks]
     return BitsandbytesPlan(
         specs=specs,
         config={**source.config, "quantization_config": config},
@@ -86,6 +87,7 @@ def _plan(
         notes=notes_of(layout, selection),
         n_blocks=len(layout.blocks),
         skipped=selection.skipped,
+        working=max(sum(block) + 6 * max(block, default=0) for block in numels),  # made so far, and the layer in hand
         not_stock="" if find_spec("bitsandbytes") else "transformers needs bitsandbytes for it, which is not installed",
         layout=layout,
         chosen=selection.names,

@@ -6,7 +6,7 @@ own peak, since what one leaves is given back before the next begins:
     preflight   one block through the steps, then that block, the embedding and the head in stock transformers
     steps       a block in float32 with what a step holds beside it, the hidden states, or the head for the probe's logits
     report      blocks of two models (all of them where they fit), two heads, and a piece of their logits
-    reload      the output's verified blocks in a process of its own: as stored, one layer or block in float32
+    reload      the output's verified blocks in a process of its own: as stored, one layer in float32
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ import torch
 from ..calibrate.skeleton import Skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.header import DTYPES
+from ..checkpoint.layout import Linear
 from ..checkpoint.staging import partial_of
 from ..report.score import LOGIT_BYTES
 from .recipe import Recipe
@@ -65,6 +66,7 @@ class _Sizes:
     stored_blocks: int  # all of them
     stored_outside: int
     n_blocks: int
+    layer: int  # the most that the reload has in float32 at once: a layer, or what of a block is no linear layer
 
     @classmethod
     def of(cls, skeleton: Skeleton) -> _Sizes:
@@ -79,13 +81,20 @@ class _Sizes:
             stored_blocks=sum(stored[name] for name in inside),
             stored_outside=sum(size for name, size in stored.items() if name not in inside),
             n_blocks=skeleton.n_blocks,
+            layer=max(4 * _widened_at_once(linears) for groups in layout.blocks for linears in groups),
         )
 
-    def reloaded(self, blocks: int, widened: bool) -> int:
-        """Bytes of stock transformers with that many blocks; `widened`: it is made dense in float32 as a whole."""
-        share = self.stored_blocks * blocks // self.n_blocks
-        stored = self.stored_outside + share
-        return stored + (2 * stored if widened else max(self.block, self.head))
+    def reloaded(self, blocks: int, packed: int | None) -> int:
+        """Bytes of stock transformers with that many blocks. `packed`: of all blocks, where they stay packed; else they
+        are made dense in their dtype."""
+        inside = self.stored_blocks if packed is None else packed + self.layer // 2
+        return self.stored_outside + inside * blocks // self.n_blocks + self.layer
+
+
+def _widened_at_once(linears: Sequence[Linear]) -> int:
+    """Weights that the reload widens together: a linear layer's, or those of all experts."""
+    by_layer = [linear.numel for linear in linears]
+    return sum(by_layer) if linears[0].expert is not None or linears[0].conv1d else max(by_layer)
 
 
 def estimated(
@@ -115,17 +124,18 @@ def estimated(
         at_blocks += hidden + waiting if text else 0
         return max(at_blocks, sizes.head * 3 // 2 + 4 * logits, 2 * sizes.largest)
 
-    widened = "bitsandbytes" in str(steps[-1].prepared.config.get("quantization_config"))
+    stays_packed = "bitsandbytes" in str(steps[-1].prepared.config.get("quantization_config"))
+    packed = max(0, steps[-1].shards.nbytes - sizes.stored_outside) if stays_packed else None
     memory = {
-        "preflight": base + max(stepping(False), sizes.reloaded(1, widened) + _LOADING),
+        "preflight": base + max(stepping(False), sizes.reloaded(1, packed) + _LOADING),
         "steps": base + stepping(True),
     }
     if evaluations:
         memory["report"] = base + _scoring(skeleton, sizes, evaluations, available // 3)
     allowed = available * 6 // 10, max(memory.values())
     n_blocks = max(step.prepared.n_blocks for step in steps)
-    blocks = _verify_blocks(recipe, sizes, n_blocks, widened, _FRESH_PROCESS + _LOADING + 3 * logits, *allowed)
-    memory["reload"] = _FRESH_PROCESS + _LOADING + sizes.reloaded(blocks, widened) + 3 * logits
+    blocks = _verify_blocks(recipe, sizes, n_blocks, packed, _FRESH_PROCESS + _LOADING + 3 * logits, *allowed)
+    memory["reload"] = _FRESH_PROCESS + _LOADING + sizes.reloaded(blocks, packed) + 3 * logits
     disk, free = _disk(recipe, steps, 2 * hidden + logits)
     return Estimate(memory, disk, _seconds(skeleton, steps, calibration), paused, blocks, available, free)
 
@@ -170,13 +180,15 @@ def _scoring(skeleton: Skeleton, sizes: _Sizes, evaluations: Sequence[Evaluation
     return blocks + 2 * sizes.head + 2 * LOGIT_BYTES + activations + (states if states <= budget else 0)
 
 
-def _verify_blocks(recipe: Recipe, sizes: _Sizes, n: int, widened: bool, beside: int, free: int, modest: int) -> int:
+def _verify_blocks(
+    recipe: Recipe, sizes: _Sizes, n: int, packed: int | None, beside: int, free: int, modest: int
+) -> int:
     """All `n` blocks of the output when they fit into `free` bytes; else as many as fit into what the run takes itself, and
     at least one: a model that is streamed because it is larger than memory must not be checked at the price of all
     memory."""
-    if recipe.verify == "full" or (recipe.verify == "auto" and beside + sizes.reloaded(n, widened) < free):
+    if recipe.verify == "full" or (recipe.verify == "auto" and beside + sizes.reloaded(n, packed) < free):
         return n
-    return max([1, *(k for k in range(1, n + 1) if beside + sizes.reloaded(k, widened) <= min(free, modest))])
+    return max([1, *(k for k in range(1, n + 1) if beside + sizes.reloaded(k, packed) <= min(free, modest))])
 
 
 def _disk(recipe: Recipe, steps: Sequence[PlannedStep], beside: int) -> tuple[int, int]:

@@ -220,7 +220,8 @@ def _last_block(layout: ModelLayout, selection: Selection) -> int:
 
 
 def _working(layout: ModelLayout, selection: Selection, settings: RTNSettings) -> int:
-    """Bytes held at most while a layer is rounded: copies of its weights in float32, of H for GPTQ, and the block's codes."""
+    """Bytes held at most while a layer is rounded, beside the block: its codes and dense values (plain rounding) or copies
+    of its weights and of H (GPTQ), and what the block has become so far (packed, or codes)."""
     most = 0
     for block in layout.blocks:
         codes = sum(linear.numel for group in block for linear in group if linear.name in selection.names)
@@ -234,8 +235,9 @@ def _working(layout: ModelLayout, selection: Selection, settings: RTNSettings) -
                 inputs = chosen[0].in_features
                 held = int(_hessian_bytes(settings) * inputs * (sides * inputs + CHUNK)) + 4 * 5 * sum(together)
             else:
-                held = 4 * 4 * max(together)
-            most = max(most, held + codes * 3 // 2)
+                held = 4 * max(together)
+            made = codes * 3 // 2 if isinstance(settings, GPTQSettings) else codes * settings.bits // 8
+            most = max(most, held + made)
     return most
 
 

@@ -20,6 +20,10 @@ from torch import Tensor
 
 from .usage import peak_memory
 
+_STORED = 16  # tokens that are also computed in the stored dtype
+_BITSANDBYTES = ("Linear4bit", "Linear8bitLt")
+_PIECE = 1 << 22  # numbers of a weight that are in float32 at once
+
 
 def load_and_run(model_dir: str, ids: Tensor) -> dict[str, Any]:
     """Logits of the model in `model_dir` for token ids [B, T], and what its loader reported."""
@@ -32,15 +36,12 @@ def load_and_run(model_dir: str, ids: Tensor) -> dict[str, Any]:
         model_dir, dtype="auto", output_loading_info=True, local_files_only=True, trust_remote_code=False
     )
     with torch.no_grad():
-        # the first forward makes packed weights dense; few tokens, since 16-bit products are slow on many CPUs
-        stored = model(ids[:, :16], use_cache=False).logits.float()
-        if config_of(model).get("quant_method") == "bitsandbytes":
-            model = _dequantized(auto, model_dir)
-        rounded = any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in model.buffers())
-        if rounded:
-            _restore_buffers(model, config)
-        _compute_in_float32(model)
-        logits = model(ids, use_cache=False).logits.float()
+        if config_of(model).get("quant_method") == "bitsandbytes":  # whose layers a forward may repack
+            logits = _in_float32(model, config, ids)
+            stored = _as_stored(model, ids)
+        else:
+            stored = _as_stored(model, ids)  # the first forward makes packed weights dense
+            logits = _in_float32(model, config, ids)
     return {
         "logits": logits,
         "stored_dtype_logits": stored,
@@ -57,36 +58,90 @@ def config_of(model: torch.nn.Module) -> dict[str, Any]:
     return found if isinstance(found, dict) else found.to_dict() if found is not None else {}
 
 
-def _dequantized(auto: Any, model_dir: str) -> torch.nn.Module:
-    """Loaded again, since a forward may repack the weights, and its layers made dense by transformers' own call.
-
-    bitsandbytes' layers compute in their own way (int8 ones round their inputs); this leaves the weights alone to differ.
-    """
-    model = auto.from_pretrained(model_dir, dtype="auto", local_files_only=True, trust_remote_code=False)
-    return model.dequantize(dtype=torch.float32)
+def _as_stored(model: torch.nn.Module, ids: Tensor) -> Tensor:
+    """Logits in the stored dtype's arithmetic, of few tokens, since 16-bit products are slow on many CPUs."""
+    return model(ids[:, :_STORED], use_cache=False).logits.float()
 
 
-def _compute_in_float32(model: torch.nn.Module) -> None:
-    """From now on each block, and each layer outside them, is in float32 while its forward runs, and as it was stored
-    otherwise: in float32 the whole model would take twice the memory again."""
-    for modules in _units(model):
-        stored: list[tuple[torch.nn.Module, str, Any]] = []
+def _in_float32(model: torch.nn.Module, config: Any, ids: Tensor) -> Tensor:
+    """Logits in float32's arithmetic. The model stays as it was stored: in float32 it would take twice its memory again,
+    so what has few and large numbers is widened in pieces, and the rest of a block while its forward runs."""
+    with contextlib.ExitStack() as undo:
+        if any(buffer.dtype in (torch.bfloat16, torch.float16) for buffer in model.buffers()):
+            _restore_buffers(model, config, undo)
+        embedding = model.get_input_embeddings()  # type: ignore[operator]
+        apart = {embedding, *(module for module in model.modules() if isinstance(module, torch.nn.Linear))}
+        _look_up_in_float32(embedding, undo)
+        for module in apart - {embedding}:
+            _multiply_in_float32(module, undo)
+        for modules in _units(model):
+            _widen_while_running(modules[0], [module for module in modules if module not in apart], undo)
+        return model(ids, use_cache=False).logits.float()
 
-        def widen(*_: Any, modules: Any = modules, stored: Any = stored) -> None:
-            for module in modules:
-                for table in ("_parameters", "_buffers"):
-                    held = module.__dict__[table]
-                    stored.append((module, table, held))
-                    # a new dict: compressed-tensors leaves a cache in its place, which keeps each entry's first dtype
-                    module.__dict__[table] = {name: _wide(value) for name, value in held.items()}
 
-        def narrow(*_: Any, stored: Any = stored) -> None:
-            while stored:
-                module, table, held = stored.pop()
-                module.__dict__[table] = held
+def _look_up_in_float32(embedding: Any, undo: contextlib.ExitStack) -> None:
+    """Give the embedding's forward the rows that it needs, and only those, in float32."""
+    held, padding = embedding.__dict__["_parameters"], embedding.padding_idx
 
-        modules[0].register_forward_pre_hook(widen, prepend=True)
-        modules[0].register_forward_hook(narrow, always_call=True)
+    def narrowed(_: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
+        rows, ids = arguments[0].unique(return_inverse=True)
+        embedding.__dict__["_parameters"] = {**held, "weight": _wide(held["weight"].detach()[rows])}
+        embedding.padding_idx = None
+        return (ids, *arguments[1:])
+
+    def restored(*_: Any) -> None:
+        embedding.__dict__["_parameters"] = held
+        embedding.padding_idx = padding
+
+    undo.callback(embedding.register_forward_pre_hook(narrowed, prepend=True).remove)
+    undo.callback(embedding.register_forward_hook(restored, always_call=True).remove)
+
+
+def _multiply_in_float32(linear: Any, undo: contextlib.ExitStack) -> None:
+    """Let a linear layer multiply by some of its rows at a time, widened. One with a forward of its own is widened whole
+    while that runs."""
+    packed = type(linear).__name__ in _BITSANDBYTES
+    if "forward" in vars(linear) or not (packed or type(linear) is torch.nn.Linear):
+        _widen_while_running(linear, [linear], undo)
+        return
+
+    def forward(input: Tensor) -> Tensor:
+        weight = _dense(linear) if packed else linear.weight
+        bias = None if linear.bias is None else linear.bias.float()
+        pieces = weight.split(max(1, _PIECE // weight.shape[1]))
+        y = torch.cat([torch.nn.functional.linear(input.float(), rows.float()) for rows in pieces], dim=-1)
+        return y if bias is None else y + bias
+
+    linear.forward = forward
+    undo.callback(vars(linear).pop, "forward")
+
+
+def _dense(linear: Any) -> Tensor:
+    """A layer of bitsandbytes by the call with which transformers makes it dense."""
+    from transformers.integrations.bitsandbytes import dequantize_bnb_weight
+
+    return dequantize_bnb_weight(linear.weight, getattr(linear, "state", None))
+
+
+def _widen_while_running(runs: torch.nn.Module, modules: list[torch.nn.Module], undo: contextlib.ExitStack) -> None:
+    """Have `modules` in float32 while the forward of `runs` does."""
+    stored: list[tuple[torch.nn.Module, str, Any]] = []
+
+    def widen(*_: Any) -> None:
+        for module in modules:
+            for table in ("_parameters", "_buffers"):
+                held = module.__dict__[table]
+                stored.append((module, table, held))
+                # a new dict: compressed-tensors leaves a cache in its place, which keeps each entry's first dtype
+                module.__dict__[table] = {name: _wide(value) for name, value in held.items()}
+
+    def narrow(*_: Any) -> None:
+        while stored:
+            module, table, held = stored.pop()
+            module.__dict__[table] = held
+
+    undo.callback(runs.register_forward_pre_hook(widen, prepend=True).remove)
+    undo.callback(runs.register_forward_hook(narrow, always_call=True).remove)
 
 
 def _wide(value: Any) -> Any:
@@ -107,7 +162,7 @@ def _units(module: torch.nn.Module) -> Iterator[list[torch.nn.Module]]:
             yield from _units(child)
 
 
-def _restore_buffers(model: torch.nn.Module, config: Any) -> None:
+def _restore_buffers(model: torch.nn.Module, config: Any, undo: contextlib.ExitStack) -> None:
     """Constants that loading in a short dtype had rounded (Gemma's embedding scale), as a float32 model has them."""
     from accelerate import init_empty_weights
 
@@ -122,6 +177,7 @@ def _restore_buffers(model: torch.nn.Module, config: Any) -> None:
             path, _, leaf = name.rpartition(".")
             owner = model.get_submodule(path)
             # a new dict: compressed-tensors leaves a cache in its place, which keeps each entry's first dtype
+            undo.callback(owner.__dict__.__setitem__, "_buffers", owner._buffers)
             owner.__dict__["_buffers"] = {**dict(owner._buffers.items()), leaf: buffer}
 
 

@@ -22,7 +22,7 @@ int8. Per row: SCB = max |w|, codes round(127 w / SCB), of the weight in float16
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from torch import Tensor
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear
 from .compressed_tensors import Spec
-from .scheme import STORAGE
+from .scheme import STORAGE, row_pieces
 
 FourBit = Literal["nf4", "fp4"]
 
@@ -50,6 +50,7 @@ _STATE_BYTES = 256  # of the padded JSON
 _UNDER_127 = 7.874015718698502e-3  # 1 / 127 as bitsandbytes multiplies by it
 _NAMES = {code: str(dtype).removeprefix("torch.") for code, dtype in STORAGE.items()}
 _SMALLEST = 1e-38
+_PIECE = 1 << 20  # numbers handled at once
 
 
 # ---- 4 bits
@@ -79,13 +80,38 @@ class Blockwise:
     def dequantize(self) -> Tensor:
         """[out, in] in `dtype`: one rounding, after the float32 product."""
         points = torch.tensor(POINTS[self.kind]) if self.points is None else self.points
-        scales = self.scales().repeat_interleave(self.block)[: len(self.codes)]
-        return (points[self.codes.long()] * scales).to(STORAGE[self.dtype]).view(self.shape)
+        scales, dense = self.scales(), torch.empty(len(self.codes), dtype=STORAGE[self.dtype])
+        for numbers, blocks in _pieces(len(self.codes), self.block):
+            codes = self.codes[numbers]
+            dense[numbers] = points[codes.long()] * scales[blocks].repeat_interleave(self.block)[: len(codes)]
+        return dense.view(self.shape)
 
 
 def quantize_4bit(weight: Tensor, kind: FourBit, block: int, double: bool) -> Blockwise:
     """Quantize weight [out, in] (bfloat16, float16 or float32). Its absmax are of its own dtype's values, in float32."""
-    flat = weight.contiguous().float().view(-1)
+    flat = weight.contiguous().view(-1)
+    codes, absmax = torch.empty(len(flat), dtype=torch.uint8), torch.empty(-(-len(flat) // block))
+    for numbers, blocks in _pieces(len(flat), block):
+        codes[numbers], absmax[blocks] = _codes_4bit(flat[numbers].float(), kind, block)
+    code = next(code for code, dtype in STORAGE.items() if dtype == weight.dtype)
+    shape = (weight.shape[0], weight.shape[1])
+    if not double:
+        return Blockwise(kind, codes, absmax, block, shape, code)
+    offset = absmax.mean()
+    nested, nested_absmax = _dynamic_codes(absmax - offset)
+    return Blockwise(kind, codes, nested, block, shape, code, nested_absmax, offset.item())
+
+
+def _pieces(n: int, block: int) -> Iterator[tuple[slice, slice]]:
+    """n numbers some whole blocks at a time: (numbers, their blocks). On the way a number takes 20 bytes and more."""
+    blocks = max(1, _PIECE // block)
+    for first in range(0, -(-n // block), blocks):
+        last = min(first + blocks, -(-n // block))
+        yield slice(first * block, min(last * block, n)), slice(first, last)
+
+
+def _codes_4bit(flat: Tensor, kind: FourBit, block: int) -> tuple[Tensor, Tensor]:
+    """Codes [n] and absmax [blocks] of float32 numbers [n]; the last block may be short."""
     padded = _in_blocks(flat, block)
     absmax = padded.abs().amax(1)
     if len(flat) % block:
@@ -94,14 +120,7 @@ def quantize_4bit(weight: Tensor, kind: FourBit, block: int, double: bool) -> Bl
     if len(flat) % block:  # and divides where it multiplies elsewhere
         scaled[-1] = padded[-1] / absmax[-1]
     bounds, order = _bounds(kind)
-    codes = order[torch.bucketize(scaled.clamp_(-1, 1).view(-1)[: len(flat)], bounds)]
-    code = next(code for code, dtype in STORAGE.items() if dtype == weight.dtype)
-    shape = (weight.shape[0], weight.shape[1])
-    if not double:
-        return Blockwise(kind, codes, absmax, block, shape, code)
-    offset = absmax.mean()
-    nested, nested_absmax = _dynamic_codes(absmax - offset)
-    return Blockwise(kind, codes, nested, block, shape, code, nested_absmax, offset.item())
+    return order[torch.bucketize(scaled.clamp_(-1, 1).view(-1)[: len(flat)], bounds)], absmax
 
 
 def _in_blocks(flat: Tensor, block: int) -> Tensor:
@@ -250,7 +269,7 @@ class RowWise:
 
     def dequantize(self) -> Tensor:
         """[out, in], float32: what bitsandbytes' own dequantization gives."""
-        return self.codes * self.scale[:, None] * _UNDER_127
+        return (self.codes * self.scale[:, None]).mul_(_UNDER_127)
 
 
 def quantize_int8(weight: Tensor) -> RowWise:
@@ -262,8 +281,11 @@ def quantize_int8(weight: Tensor) -> RowWise:
             "list the layer under ignore",
         )
     scale = half.abs().amax(1).float()
-    codes = torch.round(half * (127.0 / scale[:, None]))
-    return RowWise(torch.where(scale[:, None] > 0, codes, 0).to(torch.int8), scale)
+    codes = torch.empty(half.shape, dtype=torch.int8)
+    for some in row_pieces(*half.shape):
+        factor = scale[some, None]
+        codes[some] = torch.where(factor > 0, torch.round(half[some] * (127.0 / factor)), 0).to(torch.int8)
+    return RowWise(codes, scale)
 
 
 def specs_int8(linear: Linear) -> list[Spec]:
