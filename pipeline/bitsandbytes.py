@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from ..calibrate.skeleton import Skeleton, open_skeleton
@@ -15,7 +16,7 @@ from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
 from ..checkpoint.source import TensorSource
 from ..quant import bitsandbytes as bnb
-from ..quant.block import put_weight, weight_error, weight_of
+from ..quant.block import Rounded, put_rows, weight_of
 from ..quant.compressed_tensors import Spec
 from ..quant.scheme import STORAGE
 from ..quant.settings import FourBitSettings, Int8Settings
@@ -163,9 +164,9 @@ def run_fp4(work: StepRun, plan: BitsandbytesPlan, settings: FourBitSettings) ->
 
 
 def _run_4bit(kind: bnb.FourBit, work: StepRun, plan: BitsandbytesPlan, settings: FourBitSettings) -> StepResult:
-    def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
-        quantized = bnb.quantize_4bit(weight, kind, settings.block_size, settings.double_quant)
-        return bnb.tensors_4bit(name, quantized), quantized.dequantize()
+    def encode(name: str, weight: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], bnb.Blockwise]:
+        quantized = bnb.quantize_4bit(weight, kind, settings.block_size, settings.double_quant, dtype)
+        return bnb.tensors_4bit(name, quantized), quantized
 
     record = {"method": kind, "bits": 4, "group_size": settings.block_size, "double_quant": settings.double_quant}
     return _run(work, plan, encode, record)
@@ -174,12 +175,12 @@ def _run_4bit(kind: bnb.FourBit, work: StepRun, plan: BitsandbytesPlan, settings
 def run_int8(work: StepRun, plan: BitsandbytesPlan, settings: Int8Settings) -> StepResult:
     """Quantize and write block by block."""
 
-    def encode(name: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def encode(name: str, weight: Tensor, dtype: torch.dtype) -> tuple[dict[str, Tensor], bnb.RowWise]:
         try:
-            quantized = bnb.quantize_int8(weight)
+            quantized = bnb.quantize_int8(weight.to(dtype))
         except SutureError as error:
             raise SutureError(f"{name}: {error.problem}", error.hint) from None
-        return bnb.tensors_int8(name, quantized), quantized.dequantize()
+        return bnb.tensors_int8(name, quantized), quantized
 
     return _run(work, plan, encode, {"method": "int8", "bits": 8, "group_size": -1})
 
@@ -187,20 +188,18 @@ def run_int8(work: StepRun, plan: BitsandbytesPlan, settings: Int8Settings) -> S
 def _run(
     work: StepRun,
     plan: BitsandbytesPlan,
-    encode: Callable[[str, Tensor], tuple[dict[str, Tensor], Tensor]],
+    encode: Callable[[str, Tensor, torch.dtype], tuple[dict[str, Tensor], Rounded]],
     record: dict[str, Any],
 ) -> StepResult:
-    def make(skeleton: Skeleton, index: int, _: BlockStreams) -> list[Made]:
-        layers = []
+    def make(skeleton: Skeleton, index: int, _: BlockStreams) -> Iterator[Made]:
         for linear in (x for group in plan.layout.blocks[index] for x in group if x.name in plan.chosen):
             weight = weight_of(skeleton, linear)
             stored = STORAGE[work.checkpoint.dtypes[linear.place.tensor]]
-            tensors, dense = encode(linear.name, weight.cpu().to(stored))
-            error = weight_error(weight, dense.to(weight.device))
-            put_weight(skeleton, linear, dense)
+            tensors, rounded = encode(linear.name, weight.cpu(), stored)
+            error = put_rows(skeleton, linear, rounded)
+            del rounded
             shape = [linear.out_features, linear.in_features]
             own = {"weight_error": error, "output_error": None, "shape": shape, "fallback": None}
-            layers.append(Made(linear, tensors, {**record, **own}))
-        return layers
+            yield Made(linear, tensors, {**record, **own})
 
     return round_blocks(work, plan, plan.layout, make)

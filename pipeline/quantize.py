@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -179,9 +179,10 @@ def run(work: StepRun, plan: QuantizePlan, settings: RTNSettings) -> StepResult:
     original = open_skeleton(work.checkpoint, device=work.device) if _two_models(settings) else None
     form = FORMATS[settings.format]
 
-    def make(skeleton: Skeleton, index: int, streams: BlockStreams) -> list[Made]:
-        layers = _quantize_block(work, skeleton, original, index, streams, settings, plan)
-        return [Made(x.linear, form.tensors(x.linear, x.quantized), _record(x, settings.format)) for x in layers]
+    def make(skeleton: Skeleton, index: int, streams: BlockStreams) -> Iterator[Made]:
+        for x in _quantize_block(work, skeleton, original, index, streams, settings, plan):
+            yield Made(x.linear, form.tensors(x.linear, x.quantized), _record(x, settings.format))
+            del x  # and its codes
 
     texts = {"names": _streams(settings), "scratch": _scratch(settings), "last": plan.last_block}
     return round_blocks(work, plan, plan.layout, make, **texts)
@@ -236,7 +237,7 @@ def _working(layout: ModelLayout, selection: Selection, settings: RTNSettings) -
                 held = int(_hessian_bytes(settings) * inputs * (sides * inputs + CHUNK)) + 4 * 5 * sum(together)
             else:
                 held = 4 * max(together)
-            made = codes * 3 // 2 if isinstance(settings, GPTQSettings) else codes * settings.bits // 8
+            made = codes * 3 // 2 if isinstance(settings, GPTQSettings) else 0
             most = max(most, held + made)
     return most
 

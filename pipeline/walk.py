@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -162,7 +162,7 @@ def round_blocks(
     work: StepRun,
     plan: Prepared,
     layout: ModelLayout,
-    make: Callable[[Skeleton, int, BlockStreams], list[Made]],
+    make: Callable[[Skeleton, int, BlockStreams], Iterable[Made]],
     *,
     names: tuple[str, ...] = (),
     scratch: tuple[str, ...] = (),
@@ -170,8 +170,9 @@ def round_blocks(
 ) -> StepResult:
     """Put layers into another format block by block, and write each as it is done; resumes after a kill.
 
-    `make`: (skeleton with the block loaded, index, streams) -> its changed layers; the modules then hold the dequantized
-    weights, and the streams `names` over the calibration tokens the block's outputs. `scratch`: as in `BlockStreams`.
+    `make`: (skeleton with the block loaded, index, streams) -> its changed layers, each written before the next is asked
+    for; at the end the modules hold the dequantized weights, and the streams `names` over the calibration tokens the
+    block's outputs. `scratch`: as in `BlockStreams`.
     `last`: the block after which no stream of text is needed.
     """
     skeleton = open_skeleton(work.checkpoint, device=work.device)
@@ -188,9 +189,8 @@ def round_blocks(
                 streams.end_text()
             streams.resume_after(index - 1)
             skeleton.load_block(index)
-            layers = make(skeleton, index, streams)
+            records = write_block(work, skeleton, index, make(skeleton, index, streams), writer)
             advance_probe(skeleton, index, streams.probe)
-            records = write_block(work, skeleton, index, layers, writer)
             skeleton.free_block(index)
             streams.save(index, writer, {"step": work.key, "block": index, "modules": records})
             modules |= records
@@ -199,17 +199,20 @@ def round_blocks(
 
 
 def write_block(
-    work: StepRun, skeleton: Skeleton, index: int, layers: Sequence[Made], writer: ShardWriter
+    work: StepRun, skeleton: Skeleton, index: int, layers: Iterable[Made], writer: ShardWriter
 ) -> dict[str, Any]:
-    """Write a block's changed layers and copy its other tensors. Records by layer."""
+    """Write a block's changed layers as they come and copy its other tensors. Records by layer."""
+    changed, records = set(), {}
     for layer in layers:
         for name, tensor in layer.tensors.items():
             writer.write(name, tensor)
-    changed = {layer.linear.place.tensor for layer in layers}
+        changed.add(layer.linear.place.tensor)
+        records[layer.linear.name] = layer.record
+        del layer  # before the next is made
     for name in dict.fromkeys(place.tensor for place in skeleton.layout.block_tensors(index).values()):
         if name not in changed:
             writer.write_bytes(name, work.checkpoint.read_bytes(name))
-    return {layer.linear.name: layer.record for layer in layers}
+    return records
 
 
 def check_exact(

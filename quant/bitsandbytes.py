@@ -70,30 +70,42 @@ class Blockwise:
     offset: float | None = None
     points: Tensor | None = None  # float32 [16]; None: the kind's own
 
-    def scales(self) -> Tensor:
-        """absmax per block, float32."""
+    def scales(self, first: int, last: int) -> Tensor:
+        """absmax of the blocks first..last - 1, float32."""
+        own = self.absmax[first:last]
         if self.nested_absmax is None or self.offset is None:
-            return self.absmax
-        nested = self.nested_absmax.repeat_interleave(NESTED)[: len(self.absmax)]
-        return dynamic_map()[self.absmax.long()] * nested + self.offset
+            return own
+        nested = self.nested_absmax[first // NESTED : -(-last // NESTED)].repeat_interleave(NESTED)
+        return dynamic_map()[own.long()] * nested[first % NESTED :][: len(own)] + self.offset
 
     def dequantize(self) -> Tensor:
         """[out, in] in `dtype`: one rounding, after the float32 product."""
+        dense = torch.empty(self.shape, dtype=STORAGE[self.dtype])
+        for some in row_pieces(*self.shape):
+            dense[some] = self.rows(some)
+        return dense
+
+    def rows(self, some: slice) -> Tensor:
+        """These rows of `dequantize`."""
+        first, last = some.start * self.shape[1], some.stop * self.shape[1]
         points = torch.tensor(POINTS[self.kind]) if self.points is None else self.points
-        scales, dense = self.scales(), torch.empty(len(self.codes), dtype=STORAGE[self.dtype])
-        for numbers, blocks in _pieces(len(self.codes), self.block):
-            codes = self.codes[numbers]
-            dense[numbers] = points[codes.long()] * scales[blocks].repeat_interleave(self.block)[: len(codes)]
-        return dense.view(self.shape)
+        scales = self.scales(first // self.block, -(-last // self.block)).repeat_interleave(self.block)
+        codes = points[self.codes[first:last].long()]
+        dense = codes.mul_(scales[first % self.block :][: len(codes)])
+        return dense.to(STORAGE[self.dtype]).view(-1, self.shape[1])
 
 
-def quantize_4bit(weight: Tensor, kind: FourBit, block: int, double: bool) -> Blockwise:
-    """Quantize weight [out, in] (bfloat16, float16 or float32). Its absmax are of its own dtype's values, in float32."""
+def quantize_4bit(
+    weight: Tensor, kind: FourBit, block: int, double: bool, dtype: torch.dtype | None = None
+) -> Blockwise:
+    """Quantize weight [out, in] (bfloat16, float16 or float32), as `dtype` when that is not its own. Absmax are of that
+    dtype's values, in float32."""
+    dtype = dtype or weight.dtype
     flat = weight.contiguous().view(-1)
     codes, absmax = torch.empty(len(flat), dtype=torch.uint8), torch.empty(-(-len(flat) // block))
     for numbers, blocks in _pieces(len(flat), block):
-        codes[numbers], absmax[blocks] = _codes_4bit(flat[numbers].float(), kind, block)
-    code = next(code for code, dtype in STORAGE.items() if dtype == weight.dtype)
+        codes[numbers], absmax[blocks] = _codes_4bit(flat[numbers].to(dtype).float(), kind, block)
+    code = next(code for code, known in STORAGE.items() if known == dtype)
     shape = (weight.shape[0], weight.shape[1])
     if not double:
         return Blockwise(kind, codes, absmax, block, shape, code)
@@ -269,7 +281,11 @@ class RowWise:
 
     def dequantize(self) -> Tensor:
         """[out, in], float32: what bitsandbytes' own dequantization gives."""
-        return (self.codes * self.scale[:, None]).mul_(_UNDER_127)
+        return self.rows(slice(0, len(self.codes)))
+
+    def rows(self, some: slice) -> Tensor:
+        """These rows of `dequantize`."""
+        return (self.codes[some] * self.scale[some, None]).mul_(_UNDER_127)
 
 
 def quantize_int8(weight: Tensor) -> RowWise:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -61,12 +61,11 @@ def rtn_block(
     for linear in chosen:
         weight = weight_of(skeleton, linear)
         quantized = rtn(weight, _scheme(linear, settings, schemes), storage, search=settings.range_search)
-        dense = quantized.dequantize()
-        layer = _finish(skeleton, linear, quantized, dense, ModuleRecord("rtn", weight_error(weight, dense)))
-        del dense, quantized  # the codes are the caller's: packed before the next layer's come, a block takes half
+        layer = QuantizedLayer(linear, quantized, ModuleRecord("rtn", put_rows(skeleton, linear, quantized)))
+        del quantized  # the codes are the caller's, who packs them before the next layer's come
         yield layer
         del layer
-        trim_memory(3 * weight.nbytes)
+        trim_memory(weight.nbytes)
 
 
 def clipped_block(
@@ -304,6 +303,25 @@ def _finish(
 ) -> QuantizedLayer:
     put_weight(skeleton, linear, dense)
     return QuantizedLayer(linear, quantized, record)
+
+
+class Rounded(Protocol):
+    """A weight [out, in] that some of its rows can be had of."""
+
+    def rows(self, some: slice) -> Tensor: ...
+
+
+def put_rows(skeleton: Skeleton, linear: Linear, rounded: Rounded) -> float:
+    """Put the dequantized weight into the module some rows at a time; ||W - Ŵ|| / ||W||."""
+    parameter = _module(skeleton, linear).get_parameter("weight").data
+    weight = parameter.T if linear.conv1d else parameter
+    difference = size = 0.0
+    for some in row_pieces(*weight.shape):
+        dense = rounded.rows(some).to(weight.device).float()
+        size += float(torch.linalg.vector_norm(weight[some], dtype=torch.float64)) ** 2
+        difference += float(torch.linalg.vector_norm(weight[some] - dense, dtype=torch.float64)) ** 2
+        weight[some] = dense
+    return math.sqrt(difference / size) if size else 0.0
 
 
 def put_weight(skeleton: Skeleton, linear: Linear, dense: Tensor) -> None:

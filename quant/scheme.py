@@ -69,15 +69,18 @@ class Quantized:
 
     def dequantize(self) -> Tensor:
         """The weight [out, in] in the scales' dtype, as a loader computes it: one rounding, after the product."""
-        rows, cols = self.codes.shape
-        dense = torch.empty(rows, cols, dtype=self.scale.dtype, device=self.codes.device)
-        for some in row_pieces(rows, cols):
-            scale = self.scale[some].float()[..., None]
-            zero = self.scheme.middle if self.zero is None else self.zero[some].float()[..., None]
-            codes = self.codes[some].view(*scale.shape[:2], -1).float()
-            # (code - zero) is exact in every storage dtype, so the fp32 product rounded once is the storage dtype's
-            dense[some] = codes.sub_(zero).mul_(scale).view(-1, cols)
+        dense = torch.empty(self.codes.shape, dtype=self.scale.dtype, device=self.codes.device)
+        for some in row_pieces(*self.codes.shape):
+            dense[some] = self.rows(some)
         return dense
+
+    def rows(self, some: slice) -> Tensor:
+        """These rows of `dequantize`."""
+        scale = self.scale[some].float()[..., None]
+        zero = self.scheme.middle if self.zero is None else self.zero[some].float()[..., None]
+        codes = self.codes[some].view(*scale.shape[:2], -1).float()
+        # (code - zero) is exact in every storage dtype, so the fp32 product rounded once is the storage dtype's product
+        return codes.sub_(zero).mul_(scale).to(self.scale.dtype).flatten(1)
 
 
 def quantize_to_grid(weight: Tensor, scale: Tensor, zero: Tensor | float, levels: int) -> Tensor:
