@@ -84,11 +84,12 @@ class _Sizes:
             layer=max(4 * _widened_at_once(linears) for groups in layout.blocks for linears in groups),
         )
 
-    def reloaded(self, blocks: int, packed: int | None) -> int:
-        """Bytes of stock transformers with that many blocks. `packed`: of all blocks, where they stay packed; else they
-        are made dense in their dtype."""
-        inside = self.stored_blocks if packed is None else packed + self.layer // 2
-        return self.stored_outside + inside * blocks // self.n_blocks + self.layer
+    def reloaded(self, blocks: int, packed: int, stays: bool) -> int:
+        """Bytes of stock transformers with that many blocks. `packed`: of all blocks in the output's codes, which become
+        dense in the model's dtype with a layer of integers on the way, or (`stays`) one layer at a time."""
+        inside = packed if stays else self.stored_blocks + packed
+        on_the_way = self.layer // 2 if stays else self.layer if packed else 0
+        return self.stored_outside + inside * blocks // self.n_blocks + self.layer + on_the_way
 
 
 def _widened_at_once(linears: Sequence[Linear]) -> int:
@@ -124,18 +125,20 @@ def estimated(
         at_blocks += hidden + waiting if text else 0
         return max(at_blocks, sizes.head * 3 // 2 + 4 * logits, 2 * sizes.largest)
 
-    stays_packed = "bitsandbytes" in str(steps[-1].prepared.config.get("quantization_config"))
-    packed = max(0, steps[-1].shards.nbytes - sizes.stored_outside) if stays_packed else None
+    packing = steps[-1].prepared.config.get("quantization_config") or {}
+    method = packing.get("quant_method")
+    packed = max(0, steps[-1].shards.nbytes - sizes.stored_outside) if method else 0
+    codes = packed, method == "bitsandbytes"
     memory = {
-        "preflight": base + max(stepping(False), sizes.reloaded(1, packed) + _LOADING),
+        "preflight": base + max(stepping(False), sizes.reloaded(1, *codes) + _LOADING),
         "steps": base + stepping(True),
     }
     if evaluations:
         memory["report"] = base + _scoring(skeleton, sizes, evaluations, available // 3)
     allowed = available * 6 // 10, max(memory.values())
     n_blocks = max(step.prepared.n_blocks for step in steps)
-    blocks = _verify_blocks(recipe, sizes, n_blocks, packed, _FRESH_PROCESS + _LOADING + 3 * logits, *allowed)
-    memory["reload"] = _FRESH_PROCESS + _LOADING + sizes.reloaded(blocks, packed) + 3 * logits
+    blocks = _verify_blocks(recipe, sizes, n_blocks, codes, _FRESH_PROCESS + _LOADING + 3 * logits, *allowed)
+    memory["reload"] = _FRESH_PROCESS + _LOADING + sizes.reloaded(blocks, *codes) + 3 * logits
     disk, free = _disk(recipe, steps, 2 * hidden + logits)
     return Estimate(memory, disk, _seconds(skeleton, steps, calibration), paused, blocks, available, free)
 
@@ -181,14 +184,14 @@ def _scoring(skeleton: Skeleton, sizes: _Sizes, evaluations: Sequence[Evaluation
 
 
 def _verify_blocks(
-    recipe: Recipe, sizes: _Sizes, n: int, packed: int | None, beside: int, free: int, modest: int
+    recipe: Recipe, sizes: _Sizes, n: int, codes: tuple[int, bool], beside: int, free: int, modest: int
 ) -> int:
     """All `n` blocks of the output when they fit into `free` bytes; else as many as fit into what the run takes itself, and
     at least one: a model that is streamed because it is larger than memory must not be checked at the price of all
     memory."""
-    if recipe.verify == "full" or (recipe.verify == "auto" and beside + sizes.reloaded(n, packed) < free):
+    if recipe.verify == "full" or (recipe.verify == "auto" and beside + sizes.reloaded(n, *codes) < free):
         return n
-    return max([1, *(k for k in range(1, n + 1) if beside + sizes.reloaded(k, packed) <= min(free, modest))])
+    return max([1, *(k for k in range(1, n + 1) if beside + sizes.reloaded(k, *codes) <= min(free, modest))])
 
 
 def _disk(recipe: Recipe, steps: Sequence[PlannedStep], beside: int) -> tuple[int, int]:
