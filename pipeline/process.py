@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import gc
-import os
 
 _USUAL = gc.get_threshold()
 _IMPORTING = (50_000, 20, 100)
@@ -15,11 +14,7 @@ def own_process() -> None:
 
     torch and transformers make 400,000 objects that stay. Looking through them again and again takes a fifth of the time
     of their imports, and once more two seconds when the interpreter ends.
-
-    torch asks for huge pages where Linux gives them on request (it reads the variable once): a forward's tensors of
-    10 MB come and go, and each time would be mapped in pieces of 4 KB. A third of the system's time, 4 % of GPTQ's.
     """
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     gc.set_threshold(*_IMPORTING)
     atexit.register(gc.freeze)
 
