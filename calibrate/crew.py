@@ -6,6 +6,8 @@ which wait for nothing else, and every process takes its part:
 - training: of each step's sequences; gradients are summed over all, and all make the same step. Nothing depends on how
   many they are, but for the order in which float32 numbers are added.
 - scoring: of the windows, whose figures process 0 puts together. Nothing depends on how many they are.
+- rounding with GPTQ: of the calibration text, whose second moments are added up in the order of one process, and of the
+  rows of each layer. Nothing depends on how many they are.
 
 What is not divided process 0 does while the others wait. The processes must see the same files.
 
@@ -17,7 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -79,6 +81,45 @@ class Crew:
             if content is not tensor and self.rank != source:
                 tensor.copy_(content)
 
+    def give(self, tensor: Tensor, to: int, tag: int) -> Callable[[], None]:
+        """Begin to send a tensor to the process `to`, if there is such; call what this returns before it changes."""
+        if not 0 <= to < self.size:
+            return _nothing
+        content = tensor.cpu()
+        with _told(self.size):
+            sending = self.group.send([content], to, tag)
+
+        def sent() -> None:
+            with _told(self.size):
+                sending.wait()
+
+        return sent
+
+    def take(self, tensor: Tensor, source: int, tag: int) -> Callable[[], None]:
+        """Begin to receive what the process `source`, if there is such, gives under this tag; it is there once what this
+        returns has been called."""
+        if not 0 <= source < self.size:
+            return _nothing
+        content = tensor.cpu()
+        with _told(self.size):
+            receiving = self.group.recv([content], source, tag)
+
+        def arrived() -> None:
+            with _told(self.size):
+                receiving.wait()
+            if content is not tensor:
+                tensor.copy_(content)
+
+        return arrived
+
+    def meet(self) -> None:
+        """Return once all processes have come here."""
+        self.sum([torch.zeros(1)])
+
+    def part(self, n: int) -> range:
+        """Of n things in a row, those that this process takes: the first process the first ones, and so on."""
+        return range(n * self.rank // self.size, n * (self.rank + 1) // self.size)
+
     def sum(self, tensors: Sequence[Tensor]) -> None:
         """Replace the tensors, of one dtype and device, by their sums over all processes."""
         if self.size > 1:
@@ -105,6 +146,10 @@ class Crew:
 
 
 ALONE = Crew()
+
+
+def _nothing() -> None:
+    pass
 
 
 @contextlib.contextmanager

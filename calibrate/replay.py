@@ -47,6 +47,8 @@ class Stream:
     positions: list[Tensor | None]  # each [B, T] int64, starting again at isolated pieces; None: nothing is isolated
     mapped: mmap.mmap | None = None  # the file behind `buffer`
     saving: Future[None] | None = None  # must be over before the hidden states may change
+    before: int = 0  # of a part: bytes that come before it in the file of the whole
+    beside: int = 0  # and bytes of all other parts
 
     @classmethod
     def start(
@@ -70,9 +72,15 @@ class Stream:
         budget: int | None = None,
         spill: Path | None = None,
         positions: Sequence[Tensor | None] | None = None,
+        part: range | None = None,
     ) -> Stream:
+        """Room for the batches' hidden states; with `part`, for those batches alone."""
         width = int(skeleton.hf_config.hidden_size)
-        sizes = [batch.numel() * width for batch in ids]
+        every = [batch.numel() * width for batch in ids]
+        part = range(len(every)) if part is None else part
+        sizes = every[part.start : part.stop]
+        ids = ids[part.start : part.stop]
+        positions = positions and positions[part.start : part.stop]
         total = sum(sizes)
         if spill is not None and budget is not None and total * skeleton.dtype.itemsize > budget:
             with (
@@ -87,7 +95,8 @@ class Stream:
             mapped, buffer = None, torch.empty(total, dtype=skeleton.dtype)
         views = buffer.split(sizes)
         hidden = [view.view(*batch.shape, width) for view, batch in zip(views, ids, strict=True)]
-        return cls(list(ids), hidden, buffer, list(positions or [None] * len(hidden)), mapped)
+        before, beside = (n * skeleton.dtype.itemsize for n in (sum(every[: part.start]), sum(every) - total))
+        return cls(list(ids), hidden, buffer, list(positions or [None] * len(hidden)), mapped, None, before, beside)
 
     def embed(self, skeleton: Skeleton) -> None:
         """Make the hidden states those that reach `skeleton`'s first block."""
@@ -124,9 +133,12 @@ class Stream:
             self.mapped.madvise(mmap.MADV_DONTNEED)
 
     def save(self, path: Path) -> None:
-        """Write the hidden states, and return once they are on disk."""
+        """Write the hidden states, and return once they are on disk. A part goes to its place in the file of the whole."""
         content = self._bytes()
-        with disk_errors(path), path.open("wb") as file:
+        with disk_errors(path):
+            path.touch()
+        with disk_errors(path), path.open("r+b" if self.beside else "wb") as file:
+            file.seek(self.before)
             for start in range(0, len(content), _PIECE):
                 file.write(content[start : start + _PIECE])
                 self.let_go()
@@ -138,11 +150,12 @@ class Stream:
 
     def restore(self, path: Path) -> None:
         """Read what `save` wrote. Raises SutureError when the file is not of this stream's size."""
-        size = self.buffer.numel() * self.buffer.element_size()
+        size = self.buffer.numel() * self.buffer.element_size() + self.beside
         if not path.exists() or path.stat().st_size != size:
             raise SutureError(f"{path}: the saved hidden states are not {size} bytes", "start again with --overwrite")
         content = self._bytes()
         with path.open("rb") as file:
+            file.seek(self.before)
             for start in range(0, len(content), _PIECE):
                 file.readinto(content[start : start + _PIECE])
                 self.let_go()

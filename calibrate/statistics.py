@@ -18,7 +18,7 @@ _PANEL = 256  # columns per panel of the symmetric product: only the upper panel
 
 
 @dataclass
-class _Waiting:
+class Waiting:
     """Rows [chunk, ...] that wait until they are enough."""
 
     chunk: int
@@ -55,7 +55,7 @@ class SecondMoment:
 
     total: Tensor  # [in, in]: upper panels of sum x xᵀ over the tokens that do not wait
     tokens: int = 0
-    waiting: _Waiting = field(default_factory=lambda: _Waiting(CHUNK))
+    waiting: Waiting = field(default_factory=lambda: Waiting(CHUNK))
 
     @classmethod
     def zeros(
@@ -65,19 +65,34 @@ class SecondMoment:
         device: torch.device | str = "cpu",
         chunk: int = CHUNK,
     ) -> SecondMoment:
-        return cls(torch.zeros(in_features, in_features, dtype=dtype, device=device), 0, _Waiting(chunk))
+        return cls(torch.zeros(in_features, in_features, dtype=dtype, device=device), 0, Waiting(chunk))
 
     def add(self, x: Tensor) -> None:
         """x: [..., in]: what is before the last counts as tokens."""
-        x = x.reshape(-1, x.shape[-1])
-        self.tokens += len(x)
-        self._sum(self.waiting.through(x, self.total.dtype))
+        rows = self.rows(x)
+        self.tokens += len(rows)
+        self._sum(self.waiting.through(rows, self.total.dtype))
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return (len(self.total),)
+
+    def rows(self, x: Tensor) -> Tensor:
+        """[tokens, in] of what `add` takes."""
+        return x.reshape(-1, x.shape[-1])
+
+    def panels(self) -> Iterator[slice]:
+        """Rows of the total that are summed by themselves."""
+        return _panels(len(self.total))
+
+    def add_panel(self, panel: slice, rows: Tensor) -> None:
+        """Add one chunk's share of a panel."""
+        self.total[panel, panel.start :].addmm_(rows[:, panel].T, rows[:, panel.start :])
 
     def _sum(self, chunks: Iterator[Tensor]) -> None:
         for rows in chunks:
-            for start in range(0, rows.shape[1], _PANEL):
-                left = rows[:, start : start + _PANEL]
-                self.total[start : start + _PANEL, start:].addmm_(left.T, rows[:, start:])
+            for panel in self.panels():
+                self.add_panel(panel, rows)
 
     def hessian(self) -> Tensor:
         """H [in, in], symmetric; zeros when no token was seen."""
@@ -88,6 +103,10 @@ class SecondMoment:
         """`hessian`, in the place of the sum: nothing can be added or asked any more."""
         self._sum(self.waiting.rest())
         return _symmetric(self.total.triu_()).div_(max(self.tokens, 1))
+
+
+def _panels(n: int) -> Iterator[slice]:
+    return (slice(start, min(start + _PANEL, n)) for start in range(0, n, _PANEL))
 
 
 def _symmetric(upper: Tensor) -> Tensor:
@@ -106,7 +125,7 @@ class Deviation:
 
     total: Tensor
     tokens: int = 0
-    waiting: _Waiting = field(default_factory=lambda: _Waiting(CHUNK))
+    waiting: Waiting = field(default_factory=lambda: Waiting(CHUNK))
 
     @classmethod
     def zeros(
@@ -116,10 +135,27 @@ class Deviation:
 
     def add(self, x: Tensor, other: Tensor) -> None:
         """x, other: [..., in], the same tokens through either model."""
-        width = x.shape[-1]
-        pairs = torch.stack((x.reshape(-1, width), other.reshape(-1, width)), 1)
+        pairs = self.rows(x, other)
         self.tokens += len(pairs)
         self._sum(self.waiting.through(pairs, self.total.dtype))
+
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        return (2, len(self.total))
+
+    def rows(self, x: Tensor, other: Tensor) -> Tensor:
+        """[tokens, 2, in] of what `add` takes."""
+        width = x.shape[-1]
+        return torch.stack((x.reshape(-1, width), other.reshape(-1, width)), 1)
+
+    def panels(self) -> Iterator[slice]:
+        """Rows of the total that can be summed by themselves."""
+        return _panels(len(self.total))
+
+    def add_panel(self, panel: slice, pairs: Tensor) -> None:
+        """Add one chunk's share of a panel."""
+        one, two = pairs.unbind(1)
+        self.total[panel].addmm_((two[:, panel] - one[:, panel]).T, one)
 
     def _sum(self, chunks: Iterator[Tensor]) -> None:
         for pairs in chunks:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
-from ..calibrate.replay import run_block
+import torch
+
+from ..calibrate.crew import ALONE, Crew
+from ..calibrate.replay import Stream, run_block
 from ..calibrate.skeleton import Skeleton, open_layout, open_skeleton
 from ..calibrate.statistics import CHUNK
+from ..calibrate.tokens import TokenBlocks
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
 from ..checkpoint.manifest import Account
+from ..checkpoint.reader import open_checkpoint
 from ..checkpoint.source import TensorSource
 from ..checkpoint.writer import TensorSpec
 from ..quant.block import QuantizedLayer, gptq_block, learned_block, rtn_block
@@ -22,7 +28,7 @@ from ..quant.scheme import STORAGE, Scheme
 from ..quant.settings import GPTQSettings, LearnSettings, RTNSettings, Rule
 from ..quant.targets import Selection, ruled_schemes, select
 from .step import Prepared, StepResult, StepRun
-from .walk import CALIBRATION, BlockStreams, Made, round_blocks
+from .walk import CALIBRATION, BlockStreams, Made, round_blocks, states_file, text_stream
 
 REFERENCE = "reference"  # the calibration text through the original model
 INPUTS = "inputs"  # a block's inputs while it is trained
@@ -175,17 +181,69 @@ def _notes(layout: ModelLayout, selection: Selection, settings: RTNSettings) -> 
 
 
 def run(work: StepRun, plan: QuantizePlan, settings: RTNSettings) -> StepResult:
-    """Quantize, write and journal one block after another."""
+    """Quantize, write and journal one block after another; GPTQ together with the other processes."""
     original = open_skeleton(work.checkpoint, device=work.device) if _two_models(settings) else None
     form = FORMATS[settings.format]
+    crew = work.crew if isinstance(settings, GPTQSettings) and not isinstance(settings, LearnSettings) else ALONE
 
     def make(skeleton: Skeleton, index: int, streams: BlockStreams) -> Iterator[Made]:
-        for x in _quantize_block(work, skeleton, original, index, streams, settings, plan):
+        given = (settings, plan, work.paused, crew)
+        for x in _quantize_block(work.checkpoint, skeleton, original, index, streams, *given):
             yield Made(x.linear, form.tensors(x.linear, x.quantized), _record(x, settings.format))
             del x  # and its codes
 
+    blocks = range(plan.last_block + 1)
+    first = next((index for index in blocks if work.staging.find(step=work.key, block=index) is None), None)
+    if crew.size > 1 and first is not None:
+        assert work.text is not None and isinstance(settings, GPTQSettings)
+        given = (work.batch, work.budget, work.paused, work.device.type, work.staging.work, work.key)
+        crew.share(RoundingJob(work.checkpoint.path, plan, settings, work.text, first, *given))
     texts = {"names": _streams(settings), "scratch": _scratch(settings), "last": plan.last_block}
-    return round_blocks(work, plan, plan.layout, make, **texts)
+    return round_blocks(work, plan, plan.layout, make, **texts, crew=crew if first is not None else ALONE)
+
+
+@dataclass(frozen=True)
+class RoundingJob:
+    """What another process needs to know to take its part in a step's GPTQ: of the text, and of each layer's rows."""
+
+    model: Path  # the step's input
+    plan: QuantizePlan
+    settings: GPTQSettings
+    text: TokenBlocks
+    first: int  # block to be done
+    batch: int
+    budget: int
+    paused: bool
+    device: str
+    files: Path  # directory of the hidden states that are saved
+    key: str
+
+    @torch.no_grad()
+    def help(self, crew: Crew) -> None:
+        """As `round_blocks` goes, without the probe and the output."""
+        source = open_checkpoint(str(self.model))
+        skeleton = open_skeleton(source, device=self.device)
+        original = open_skeleton(source, device=self.device) if _two_models(self.settings) else None
+        names = _streams(self.settings)
+        streams: dict[str, Stream] = {}
+        for name in names:
+            spill = self.files / f"{self.key}-{name}-hidden.bin"
+            stream = text_stream(skeleton, self.text, self.batch, self.budget // len(names), spill, crew)
+            if self.first > 0:
+                stream.restore(states_file(self.files, self.key, name, self.first - 1))
+            else:
+                stream.embed(skeleton)
+            streams[name] = stream
+        for index in range(self.first, self.plan.last_block + 1):
+            skeleton.load_block(index)
+            given = (self.settings, self.plan, self.paused, crew)
+            list(_quantize_block(source, skeleton, original, index, streams, *given))
+            skeleton.free_block(index)
+            if index > self.first:
+                crew.meet()
+            for name, stream in streams.items():
+                stream.save(states_file(self.files, self.key, name, index))
+        crew.meet()
 
 
 def _two_models(settings: RTNSettings) -> bool:
@@ -247,32 +305,34 @@ def _hessian_bytes(settings: GPTQSettings) -> int:
 
 
 def _quantize_block(
-    work: StepRun,
+    source: TensorSource,
     skeleton: Skeleton,
     original: Skeleton | None,
     index: int,
-    streams: BlockStreams,
+    streams: BlockStreams | Mapping[str, Stream],
     settings: RTNSettings,
     plan: QuantizePlan,
+    paused: bool,
+    crew: Crew,
 ) -> Iterable[QuantizedLayer]:
     names = plan.selection.names
     mine = [linear for group in skeleton.layout.blocks[index] for linear in group if linear.name in names]
     if index > plan.last_block:
         return []
-    own = work.checkpoint.dtypes[(mine or plan.selection.chosen)[0].place.tensor]
+    own = source.dtypes[(mine or plan.selection.chosen)[0].place.tensor]
     storage = STORAGE[FORMATS[settings.format].scale_dtype or own]
     if not isinstance(settings, GPTQSettings):
         return rtn_block(skeleton, mine, settings, storage, plan.schemes)
     stream = streams[CALIBRATION]
     if original is None:
-        return gptq_block(skeleton, index, stream, mine, settings, storage, work.paused, plan.schemes)
+        return gptq_block(skeleton, index, stream, mine, settings, storage, paused, plan.schemes, None, crew)
     original.load_block(index)
     reference = (original, streams[REFERENCE])
     training = settings if isinstance(settings, LearnSettings) and mine else None
     if training is not None:
         streams[INPUTS].buffer.copy_(stream.buffer)
     beside = reference if _two_streams(settings) else None
-    layers = gptq_block(skeleton, index, stream, mine, settings, storage, work.paused, plan.schemes, beside)
+    layers = gptq_block(skeleton, index, stream, mine, settings, storage, paused, plan.schemes, beside, crew)
     if beside is None:
         run_block(original, index, streams[REFERENCE])
     if training is not None:

@@ -12,9 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calibrate.crew import ALONE, Crew
 from ..calibrate.memory import release_memory
 from ..calibrate.replay import Stream, overflowing_layer, run_block
 from ..calibrate.skeleton import Skeleton, finite, open_skeleton
+from ..calibrate.tokens import TokenBlocks
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
 from ..checkpoint.source import OverlaySource, PlannedSource, TensorSource
@@ -167,16 +169,19 @@ def round_blocks(
     names: tuple[str, ...] = (),
     scratch: tuple[str, ...] = (),
     last: int | None = None,
+    crew: Crew = ALONE,
 ) -> StepResult:
     """Put layers into another format block by block, and write each as it is done; resumes after a kill.
 
     `make`: (skeleton with the block loaded, index, streams) -> its changed layers, each written before the next is asked
     for; at the end the modules hold the dequantized weights, and the streams `names` over the calibration tokens the
     block's outputs. `scratch`: as in `BlockStreams`.
-    `last`: the block after which no stream of text is needed.
+    `last`: the block after which no stream of text is needed. `crew`: the processes that have their parts of the text's
+    streams and, up to `last`, do the same: `make`, `Crew.meet` for the block before unless it is the first to be done, and
+    saving; and `Crew.meet` at the end.
     """
     skeleton = open_skeleton(work.checkpoint, device=work.device)
-    streams = BlockStreams(work, skeleton, names, scratch=scratch)
+    streams = BlockStreams(work, skeleton, names, scratch=scratch, crew=crew)
     modules: dict[str, Any] = {}
     with ShardWriter(work.directory, work.shards) as writer:
         copy_rest(work, plan, layout, writer)
@@ -363,10 +368,13 @@ class BlockStreams:
         names: tuple[str, ...] = (),
         probes: tuple[str, ...] = (),
         scratch: tuple[str, ...] = (),
+        crew: Crew = ALONE,
     ) -> None:
         """`names`: streams over the calibration text. `probes`: further ones over the probe. `scratch`: room for hidden
-        states of the calibration text within a block; not embedded, not saved."""
-        self.work, self.skeleton = work, skeleton
+        states of the calibration text within a block; not embedded, not saved. `crew`: the processes that hold parts of
+        the text; a block is in the journal once all have saved theirs."""
+        self.work, self.skeleton, self.crew = work, skeleton, crew
+        self._unrecorded: tuple[int, dict[str, Any]] | None = None  # saved here; elsewhere, that is to be asked
         self.at = -1  # block whose outputs the streams hold; -1: embeddings
         self.embedder: dict[str, Skeleton] = {}
         self._started = False
@@ -378,9 +386,9 @@ class BlockStreams:
         self._scratch: dict[str, Stream] = {}
         for name in (*names, *scratch):
             assert work.text is not None
-            ids, positions = work.text.batches(work.batch)
+            budget = work.budget // len((*names, *scratch))
             spill = work.staging.work / f"{work.key}-{name}-hidden.bin"
-            stream = Stream.empty(skeleton, ids, work.budget // len((*names, *scratch)), spill, positions)
+            stream = text_stream(skeleton, work.text, work.batch, budget, spill, crew)
             (self._calibrated if name in names else self._scratch)[name] = stream
 
     def __getitem__(self, name: str) -> Stream:
@@ -415,6 +423,12 @@ class BlockStreams:
             stream.save(self._file(name, block))
         if writer is not None:
             writer.sync()
+        if self.crew.size > 1 and self._calibrated:
+            self._unrecorded = (block, entry)
+        else:
+            self._record(block, entry)
+
+    def _record(self, block: int, entry: dict[str, Any]) -> None:
         self.work.staging.record(entry)
         self._forget(block - 1)
 
@@ -422,6 +436,10 @@ class BlockStreams:
         """Return once everything saved so far is on disk and in the journal."""
         if self._saving is not None:
             self._saving.result()
+        if self._unrecorded is not None:
+            self.crew.meet()
+            self._record(*self._unrecorded)
+            self._unrecorded = None
 
     def _forget(self, block: int) -> None:
         for name, _ in self._all():
@@ -453,4 +471,17 @@ class BlockStreams:
         return logits
 
     def _file(self, name: str, block: int) -> Path:
-        return self.work.staging.work / f"{self.work.key}-{name}-{block}.bin"
+        return states_file(self.work.staging.work, self.work.key, name, block)
+
+
+def text_stream(
+    skeleton: Skeleton, text: TokenBlocks, batch: int, budget: int, spill: Path, crew: Crew = ALONE
+) -> Stream:
+    """Room for the hidden states of this process's part of the text. budget: bytes in memory, of all processes."""
+    ids, positions = text.batches(batch)
+    return Stream.empty(skeleton, ids, budget // crew.size, crew.own(spill), positions, crew.part(len(ids)))
+
+
+def states_file(directory: Path, key: str, name: str, block: int) -> Path:
+    """Where the step `key` saves what the stream `name` holds after a block."""
+    return directory / f"{key}-{name}-{block}.bin"

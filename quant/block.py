@@ -10,19 +10,23 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from ..calibrate.crew import ALONE, Crew
 from ..calibrate.memory import trim_memory
+from ..calibrate.relay import Held, relay
 from ..calibrate.replay import Stream, Window, staged_block
 from ..calibrate.skeleton import Skeleton
 from ..calibrate.statistics import CHUNK, EXPERT_CHUNK, Deviation, SecondMoment
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear
 from .awq import clipped_grid
-from .gptq import GPTQOptions, GPTQResult, gptq, output_error
+from .gptq import GPTQOptions, GPTQResult, gptq, output_error, relative_error, row_energies
 from .grid import Search, find_grid
 from .learn import LearnOptions, Start, learn
 from .rtn import round_to_grid, rtn
 from .scheme import Quantized, Scheme, row_pieces, split_rows
 from .settings import GPTQSettings, LearnSettings, RTNSettings
+
+_ROWS = 32  # a process rounds a multiple of so many: what is left over by vectors may be computed otherwise
 
 
 @dataclass(frozen=True)
@@ -112,12 +116,14 @@ def gptq_block(
     paused: bool = True,
     schemes: Mapping[str, Scheme] | None = None,
     reference: tuple[Skeleton, Stream] | None = None,
+    crew: Crew = ALONE,
 ) -> list[QuantizedLayer]:
     """GPTQ on a loaded block, stage by stage; the stream then holds the quantized block's outputs.
 
     `schemes`: layer -> its format, where it is not the settings' own. `reference`: the original model with its own stream
     over the same tokens, for asymmetric calibration; its stream then holds its outputs. Experts are calibrated
-    symmetrically: the two models send other tokens to them.
+    symmetrically: the two models send other tokens to them. `crew`: the processes that do this together, each with its
+    part of the text in its streams; all then have the quantized block.
     """
     names = {linear.name for linear in chosen}
     stages = [
@@ -128,15 +134,19 @@ def gptq_block(
     layers: list[QuantizedLayer] = []
     inputs: dict[int | None, _Inputs] = {}  # of the stage in hand, by expert
 
+    def of(stage: int, expert: int | None) -> _Inputs:
+        if expert not in inputs:
+            width, dtype = stages[stage][0].in_features, getattr(torch, settings.hessian)
+            paired = reference is not None and expert is None
+            chunk = CHUNK if expert is None else EXPERT_CHUNK
+            owner = None if expert is None else expert % crew.size
+            inputs[expert] = _Inputs.zeros(width, dtype, skeleton.device, paired, chunk, owner)
+        return inputs[expert]
+
     def observe(stage: int, x: Any, original: Any = None) -> None:
         by_expert = enumerate(x) if isinstance(x, list) else [(None, x)]
         for expert, part in by_expert:
-            if expert not in inputs:
-                width, dtype = stages[stage][0].in_features, getattr(torch, settings.hessian)
-                paired = original is not None and expert is None
-                chunk = CHUNK if expert is None else EXPERT_CHUNK
-                inputs[expert] = _Inputs.zeros(width, dtype, skeleton.device, paired, chunk)
-            inputs[expert].add(part, original)
+            of(stage, expert).add(part, original, hold=crew.size > 1)
 
     def change(stage: int) -> None:
         together: dict[int | None, dict[Scheme, list[Linear]]] = {}
@@ -144,13 +154,27 @@ def gptq_block(
         for linear in stages[stage]:
             sharing = together.setdefault(linear.expert, {})
             sharing.setdefault(_scheme(linear, settings, schemes), []).append(linear)
+        if crew.size > 1:
+            relay(crew, [held for expert in together for held in of(stage, expert).held()])
+        rounded: dict[int, _SomeRows] = {}  # what this process does of a stage that all do together
+        alike = [linears for sharing in together.values() for linears in sharing.values()]
         for expert, sharing in together.items():
             seen = inputs.pop(expert)
             freed += seen.moment.total.nbytes
+            if seen.owner not in (None, crew.rank):
+                continue
             hessian, deviation = seen.moment.into_hessian(), seen.deviation and seen.deviation.mean()
+            _check_finite(hessian, together[expert])
             for scheme, linears in sharing.items():
                 known = (hessian, deviation, seen.moment.tokens)
-                layers.extend(_gptq_sharing_inputs(skeleton, linears, known, settings, scheme, storage))
+                if crew.size == 1:
+                    layers.extend(_gptq_sharing_inputs(skeleton, linears, known, settings, scheme, storage))
+                else:
+                    part = (crew.rank, crew.size) if seen.owner is None else (0, 1)
+                    found = _gptq_rows(skeleton, linears, known, settings, scheme, storage, part)
+                    rounded |= {alike.index(linears): found} if found is not None else {}
+        if crew.size > 1:
+            layers.extend(_joined(skeleton, alike, crew.gather(rounded)))
         inputs.clear()
         trim_memory(freed)
 
@@ -164,16 +188,52 @@ class _Inputs:
 
     moment: SecondMoment
     deviation: Deviation | None  # from the original model's
+    owner: int | None  # the process that rounds what has these inputs; None: each takes some rows
+    waiting: list[tuple[Tensor, Any]]  # inputs, of this process alone, that are not added up yet
 
     @classmethod
-    def zeros(cls, width: int, dtype: torch.dtype, device: torch.device, paired: bool, chunk: int) -> _Inputs:
+    def zeros(
+        cls, width: int, dtype: torch.dtype, device: torch.device, paired: bool, chunk: int, owner: int | None
+    ) -> _Inputs:
         deviation = Deviation.zeros(width, dtype, device) if paired else None
-        return cls(SecondMoment.zeros(width, dtype, device, chunk), deviation)
+        return cls(SecondMoment.zeros(width, dtype, device, chunk), deviation, owner, [])
 
-    def add(self, x: Tensor, original: Any) -> None:
+    def add(self, x: Tensor, original: Any, hold: bool) -> None:
+        """`hold`: they are added up by `relay`."""
+        if hold:
+            self.waiting.append((x, original))
+            return
         self.moment.add(x)
         if self.deviation is not None:
             self.deviation.add(x, original)
+
+    def held(self) -> list[Held]:
+        """For `relay`."""
+        sums = [Held(self.moment, self.owner, [(x,) for x, _ in self.waiting])]
+        if self.deviation is not None:
+            sums.append(Held(self.deviation, self.owner, list(self.waiting)))
+        self.waiting.clear()
+        return sums
+
+
+def _check_finite(hessian: Tensor, sharing: Mapping[Scheme, Sequence[Linear]]) -> None:
+    if not bool(torch.isfinite(hessian.diagonal()).all()):  # an entry is at most the root of its two diagonals' product
+        first = next(iter(sharing.values()))[0]
+        raise SutureError(
+            f"{first.name}: its inputs on the calibration text hold NaN or values too large for float32",
+            "a layer before it overflows: check the checkpoint",
+        )
+
+
+def _options(settings: GPTQSettings, scheme: Scheme) -> GPTQOptions:
+    return GPTQOptions(
+        scheme,
+        settings.damp,
+        actorder=settings.actorder,
+        search=settings.range_search,
+        asymmetric="none" if settings.asymmetric == "auto" else settings.asymmetric,
+        alpha=settings.alpha,
+    )
 
 
 def _gptq_sharing_inputs(
@@ -190,27 +250,78 @@ def _gptq_sharing_inputs(
     """
     weights = [weight_of(skeleton, linear) for linear in linears]
     hessian, deviation, tokens = known
-    if not bool(torch.isfinite(hessian.diagonal()).all()):  # an entry is at most the root of its two diagonals' product
-        raise SutureError(
-            f"{linears[0].name}: its inputs on the calibration text hold NaN or values too large for float32",
-            "a layer before it overflows: check the checkpoint",
-        )
-    options = GPTQOptions(
-        scheme,
-        settings.damp,
-        actorder=settings.actorder,
-        search=settings.range_search,
-        asymmetric="none" if settings.asymmetric == "auto" else settings.asymmetric,
-        alpha=settings.alpha,
-    )
-    result = gptq(torch.cat(weights) if len(weights) > 1 else weights[0], hessian, options, storage, deviation)
+    stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
+    result = gptq(stacked, hessian, _options(settings, scheme), storage, deviation)
     parts = split_rows(result.quantized, [linear.out_features for linear in linears])
     layers = []
     for linear, weight, part in zip(linears, weights, parts, strict=True):
         dense = part.dequantize()
-        record = _gptq_record(result, weight, dense, hessian, tokens)
+        error = output_error(weight, dense, hessian) if tokens else None
+        record = _gptq_record(result, weight_error(weight, dense), error, tokens)
         layers.append(_finish(skeleton, linear, part, dense, record))
     return layers
+
+
+@dataclass(frozen=True)
+class _SomeRows:
+    """What one process made of some rows; on the CPU."""
+
+    result: GPTQResult
+    energies: tuple[Tensor, Tensor]  # `row_energies`
+    tokens: int
+
+
+def _gptq_rows(
+    skeleton: Skeleton,
+    linears: Sequence[Linear],
+    known: tuple[Tensor, Tensor | None, int],
+    settings: GPTQSettings,
+    scheme: Scheme,
+    storage: torch.dtype,
+    part: tuple[int, int],
+) -> _SomeRows | None:
+    """`_gptq_sharing_inputs` of part k of n of the rows; None when there are not so many."""
+    rows = torch.cat([weight_of(skeleton, linear) for linear in linears])
+    (k, n), hessian, tokens = part, known[0], known[2]
+    size = -(-len(rows) // (n * _ROWS)) * _ROWS
+    mine = rows[k * size : (k + 1) * size]
+    if not len(mine):
+        return None
+    result = gptq(mine, hessian, _options(settings, scheme), storage, known[1])
+    energies = row_energies(mine, result.quantized.dequantize(), hessian)
+    on_cpu = replace(result, quantized=_moved(result.quantized, torch.device("cpu")))
+    return _SomeRows(on_cpu, (energies[0].cpu(), energies[1].cpu()), tokens)
+
+
+def _joined(
+    skeleton: Skeleton, alike: Sequence[Sequence[Linear]], found: Sequence[Mapping[int, _SomeRows]]
+) -> list[QuantizedLayer]:
+    """Layers from the rows that the processes found. alike: layers with the same inputs; found: by their place there."""
+    layers = []
+    for place, linears in enumerate(alike):
+        parts = [one[place] for one in found if place in one]
+        result, sizes = parts[0].result, [linear.out_features for linear in linears]
+        quantized = split_rows(_stacked([part.result.quantized for part in parts]), sizes)
+        costs, wholes = (torch.cat([part.energies[side] for part in parts]).split(sizes) for side in (0, 1))
+        for linear, one, cost, whole in zip(linears, quantized, costs, wholes, strict=True):
+            weight, one = weight_of(skeleton, linear), _moved(one, skeleton.device)
+            dense = one.dequantize()
+            error = relative_error(cost, whole) if parts[0].tokens else None
+            record = _gptq_record(result, weight_error(weight, dense), error, parts[0].tokens)
+            layers.append(_finish(skeleton, linear, one, dense, record))
+    return layers
+
+
+def _moved(quantized: Quantized, device: torch.device) -> Quantized:
+    zero = None if quantized.zero is None else quantized.zero.to(device)
+    return replace(quantized, codes=quantized.codes.to(device), scale=quantized.scale.to(device), zero=zero)
+
+
+def _stacked(parts: Sequence[Quantized]) -> Quantized:
+    """One above the other; undone by `split_rows`."""
+    zeros = [part.zero for part in parts if part.zero is not None]
+    codes, scale = torch.cat([part.codes for part in parts]), torch.cat([part.scale for part in parts])
+    return replace(parts[0], codes=codes, scale=scale, zero=torch.cat(zeros) if zeros else None)
 
 
 def learned_block(
@@ -257,14 +368,13 @@ def learned_block(
     return trained
 
 
-def _gptq_record(result: GPTQResult, weight: Tensor, dense: Tensor, hessian: Tensor, tokens: int) -> ModuleRecord:
+def _gptq_record(result: GPTQResult, weight_error: float, error: float | None, tokens: int) -> ModuleRecord:
     fallback = None
     if result.method == "rtn":
         fallback = "no calibration token reached it" if tokens == 0 else "H is not positive definite at any damping"
-    error = output_error(weight, dense, hessian) if tokens else None
     return ModuleRecord(
         result.method,
-        weight_error(weight, dense),
+        weight_error,
         error,
         tokens,
         result.damp,

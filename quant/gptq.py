@@ -267,20 +267,30 @@ def _find_group(w: Tensor, at: int, k: int, grid: Grid, search: _GroupSearch, sc
 
 def output_error(weight: Tensor, dequantized: Tensor, hessian: Tensor) -> float:
     """Relative error of the layer's outputs on the calibration tokens, sqrt(tr(E H Eᵀ) / tr(W H Wᵀ))."""
+    return relative_error(*row_energies(weight, dequantized, hessian))
+
+
+def row_energies(weight: Tensor, dequantized: Tensor, hessian: Tensor) -> tuple[Tensor, Tensor]:
+    """diag(E H Eᵀ) and diag(W H Wᵀ), each [out]: what each row's rounding costs, and what the row puts out."""
     W, E = weight.to(hessian.dtype), (weight.to(hessian.dtype) - dequantized.to(hessian.dtype))
-    cost, size = _energy(E, hessian), _energy(W, hessian)
+    return _energies(E, hessian), _energies(W, hessian)
+
+
+def relative_error(costs: Tensor, sizes: Tensor) -> float:
+    """`output_error` of the rows with these energies; summed in float64."""
+    cost, size = float(costs.double().sum()), float(sizes.double().sum())
     return math.sqrt(max(cost, 0.0) / size) if size > 0 else 0.0
 
 
-def _energy(W: Tensor, H: Tensor) -> float:
-    """tr(W H Wᵀ); rows in the dtype of H, their sum in float64. H is symmetric: what is left of a panel's diagonal counts
-    twice, what is right of it not at all."""
+def _energies(W: Tensor, H: Tensor) -> Tensor:
+    """diag(W H Wᵀ) in the dtype of H. H is symmetric: what is left of a panel's diagonal counts twice, what is right of it
+    not at all."""
     rows = torch.zeros(W.shape[0], dtype=W.dtype, device=W.device)
     for a in range(0, W.shape[1], PANEL):
         panel = slice(a, a + PANEL)
         product = torch.addmm(W[:, panel] @ H[panel, panel], W[:, :a], H[:a, panel], alpha=2)
         rows += product.mul_(W[:, panel]).sum(1)
-    return float(rows.double().sum())
+    return rows
 
 
 def asymmetric_cost(weight: Tensor, dense: Tensor, hessian: Tensor, deviation: Tensor) -> float:

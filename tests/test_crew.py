@@ -20,7 +20,8 @@ def home(tmp_path_factory):
     directory = tmp_path_factory.mktemp("crew")
     ids_file(directory / "ids.jsonl", rows=24, length=70)
     ids_file(directory / "held.jsonl", rows=60, length=70, seed=1)  # three batches of windows
-    for model in ("Q2", "MX"):
+    ids_file(directory / "long.jsonl", rows=80, length=200, seed=2)
+    for model in ("Q2", "MX", "G3"):
         make(model, directory / model)
     return directory
 
@@ -90,6 +91,46 @@ def test_processes_share_the_scoring_and_the_files_are_those_of_one(home):
     ended = crew(home, recipe, "--resume", size=4)
     assert [process.code for process in ended] == [0] * 4 and not any(process.err for process in ended[1:])
     assert content(home / "scored") == content(home / "scored-alone")
+
+
+GPTAQ = {"gptq": {"bits": 3, "group_size": 32, "asymmetric": "gptaq"}}
+EXPERTS = {"gptq": {"bits": 4, "group_size": 32, "actorder": "group"}}
+QRONOS = {"gptq": {"bits": 4, "group_size": 16, "asymmetric": "qronos", "hessian": "float64"}}
+
+
+@pytest.mark.parametrize(
+    ("model", "step", "size", "dies", "again"),
+    [
+        ("Q2", GPTAQ, 2, {"process_1": ("suture.quant.block:gptq", 6)}, 2),  # in block 1
+        ("MX", EXPERTS, 2, {"process_1": ("suture.calibrate.replay:Stream.save", 1)}, 3),  # after block 1
+        pytest.param("MX", EXPERTS, 4, {"process_2": ("suture.quant.block:gptq", 5)}, 1, marks=pytest.mark.slow),
+        pytest.param("G3", QRONOS, 4, {"process_0": ("suture.quant.block:gptq", 6)}, 4, marks=pytest.mark.slow),
+        pytest.param("Q2", GPTAQ, 3, {"process_1": ("suture.quant.block:relay", 2)}, 2, marks=pytest.mark.slow),
+    ],
+)
+def test_processes_share_gptq_and_the_files_are_those_of_one(home, model, step, size, dies, again):
+    """J: one that is killed leaves a run that goes on with any number of processes. Seven batches, of 2040 tokens: no chunk
+    of a sum ends with a process's part."""
+    recipe = recipe_of(home, "alone", [step], model=model)
+    recipe["calibration"] = {"data": str(home / "long.jsonl"), "samples": 320, "length": 40}
+    run(recipe, overwrite=True)
+    recipe["output"] = str(home / f"{model}-{size}-{again}")
+    (victim, (where, call)), *_ = dies.items()
+    ended = crew(home, recipe, size=size, **{victim: {"patches": {where: killed_at(call)}}})
+    codes = {f"process_{rank}": process.code for rank, process in enumerate(ended)}
+    assert codes.pop(victim) == 137 and set(codes.values()) == {1}
+    left = [process.messages for process in ended if process.code == 1]
+    assert all(f"one of the {size} processes that work together is gone; start them again" in one[0] for one in left)
+    assert not (home / recipe["output"]).exists() and not any("Traceback" in process.err for process in ended)
+    ended = crew(home, recipe, "--resume", size=again)
+    assert [process.code for process in ended] == [0] * again and not any(process.err for process in ended[1:])
+    assert content(Path(recipe["output"])) == content(home / "alone")
+
+
+def killed_at(call):
+    """`original`, in whose call of that number the process is killed."""
+    kills = f"len(calls) > {call} and os.kill(os.getpid(), signal.SIGKILL)"
+    return f"(lambda calls: lambda *a, **k: (calls.append(1), {kills}, original(*a, **k))[2])([])"
 
 
 def content(directory):
