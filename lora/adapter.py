@@ -101,7 +101,7 @@ class Adapter:
         info = self.tensors[key]
         if info.start < 0:
             tensor = self.in_memory[key] if index is None else self.in_memory[key][index]
-            tensor = tensor.float()
+            tensor = tensor.to(torch.float32, copy=True)  # what is read may be changed
         else:
             shape = info.shape if index is None else info.shape[1:]
             nbytes = info.nbytes if index is None else info.nbytes // info.shape[0]

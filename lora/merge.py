@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from ..calibrate.skeleton import Skeleton, cut
 from ..checkpoint.layout import ModelLayout, Place
 from ..checkpoint.source import TensorSource, side_file
-from .delta import Delta, Rounding, merge_into, merged, norms_by_expansion, rounding
+from .delta import Delta, Rounding, factor, merge_into, merged, norms_by_expansion, rounding, slabs
 from .match import Change, Stored
 
 
@@ -82,10 +82,18 @@ def finish(change: Change, W: Tensor) -> Tensor:
 
 def merged_parameter(change: Change, W: Tensor) -> Tensor:
     """The changed parameter, float32, of the stored one W."""
-    base = replacement(change, W)
+    exact = _own(replacement(change, W), W)
     if change.low_rank:
-        base = merged(base, deltas_of(change, base))
-    return finish(change, base.clone() if base.data_ptr() == W.data_ptr() else base)
+        deltas = deltas_of(change, exact)
+        factors = [factor(exact, delta) for delta in deltas]
+        for start, stop in slabs(exact.shape):
+            exact[start:stop] = merged(exact[start:stop], deltas, (start, stop), factors)
+    return finish(change, exact)
+
+
+def _own(tensor: Tensor, of: Tensor) -> Tensor:
+    """The tensor in memory of its own, which `of` does not share."""
+    return tensor.clone() if tensor.data_ptr() == of.data_ptr() else tensor
 
 
 def merge_tensor(stored: Tensor, pieces: Sequence[Piece]) -> tuple[Tensor, dict[str, Rounding]]:
@@ -155,7 +163,7 @@ class Live:
             part = cut(tensor, piece.place)
             change = piece.change
             hooked = bool(change.low_rank) and not self.merged
-            exact = finish(change, replacement(change, part).clone()) if hooked else merged_parameter(change, part)
+            exact = finish(change, _own(replacement(change, part), part)) if hooked else merged_parameter(change, part)
             if piece.place.expert is None:
                 tensor = exact
             else:
