@@ -40,13 +40,14 @@ class Job(Protocol):
         ...
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Crew:
     """This process among all of them. What talks to others raises SutureError when one of them is gone."""
 
     rank: int = 0
     size: int = 1
     group: Any = None  # what moves tensors between them, in the processors' memory
+    shared: int = 0  # jobs so far
 
     def own(self, file: Path) -> Path:
         """The name that this process gives a file for itself: in one directory, no two of them may have one name."""
@@ -55,6 +56,7 @@ class Crew:
     def share(self, job: Job | None) -> None:
         """Process 0: give the others something to do; None: nothing is left."""
         if self.size > 1:
+            self.shared += job is not None
             self._send_all(job)
 
     def follow(self) -> None:

@@ -111,7 +111,7 @@ def heal(
     """Train an adapter beside a quantized model towards the original; kept only when held-out text says it is better."""
     with messages("; --resume goes on with what is done"):
         from ..pipeline.adapters import heal as heal_beside
-        from ..pipeline.launch import joined
+        from ..pipeline.launch import together
         from ..pipeline.recipe import parse_values
         from .console import TerminalProgress
 
@@ -121,13 +121,10 @@ def heal(
         pairs = dict(pair.split("=", 1) for pair in set_ or [])
         text = {"data": data, "samples": samples, "length": length}
         options: dict[str, Any] = {"overwrite": overwrite, "resume": resume, "progress": TerminalProgress()}
-        with joined() as crew:
-            if crew.rank > 0:
-                crew.follow()
-                return
-            options |= {"crew": crew, **parse_values(pairs)}
-            written = heal_beside(model, output, teacher=teacher, calibration=text, **options)
-        _say(written)
+        options |= {"teacher": teacher, "calibration": text, **parse_values(pairs)}
+        written = together(lambda crew: heal_beside(model, output, crew=crew, **options))
+        if written is not None:
+            _say(written)
 
 
 @app.command()

@@ -243,6 +243,7 @@ def report(
     """Score models against a base on identical tokens, with paired intervals."""
     with _messages():
         from ..pipeline.api import compare, compare_all
+        from ..pipeline.launch import together
         from ..pipeline.recipe import parse_task
         from .console import TerminalProgress
 
@@ -254,11 +255,14 @@ def report(
         }
         settings |= {"generation": [parse_task(one, "--generation") for one in generation or []]}
         common: dict[str, Any] = {"output": output, "device": device, "progress": TerminalProgress()}
-        if len(candidates) == 1:
-            found = [compare(base, candidates[0], data, latency=latency, **common, **settings)]
-        else:
-            found = list(compare_all(base, candidates, data, latency=latency, **common, **settings).reports.values())
-        for compared in found:
+
+        def scored(crew: Any) -> list[Any]:
+            options = {"latency": latency, "crew": crew, **common, **settings}
+            if len(candidates) == 1:
+                return [compare(base, candidates[0], data, **options)]
+            return list(compare_all(base, candidates, data, **options).reports.values())
+
+        for compared in together(scored) or ():
             print(json.dumps(compared.content, indent=1) if as_json else compared.to_markdown())
 
 
@@ -412,17 +416,15 @@ def _run_content(
 
 
 def _run(recipe: Any, device: str, overwrite: bool, resume: bool, as_json: bool) -> None:
-    from ..pipeline.launch import joined
+    from ..pipeline.launch import together
     from ..pipeline.run import run as run_recipe
     from .console import TerminalProgress
     from .tables import print_run, run_facts
 
-    with joined() as crew:
-        if crew.rank > 0:  # a launcher started several: the first one gives the others work
-            crew.follow()
-            return
-        options: dict[str, Any] = {"device": device, "overwrite": overwrite, "resume": resume, "crew": crew}
-        finished = run_recipe(recipe, progress=TerminalProgress(), **options)
+    options: dict[str, Any] = {"device": device, "overwrite": overwrite, "resume": resume}
+    finished = together(lambda crew: run_recipe(recipe, progress=TerminalProgress(), crew=crew, **options))
+    if finished is None:  # a launcher started several processes, of which this one is not the first
+        return
     if as_json:
         print(json.dumps(run_facts(finished), indent=1))
     else:

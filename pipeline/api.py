@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ..calibrate.crew import ALONE, Crew
 from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import MANIFEST, read_manifest, to_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
@@ -104,9 +105,11 @@ def compare(
     device: str = "auto",
     progress: Progress | None = None,
     latency: bool = False,
+    crew: Crew = ALONE,
     **settings: Any,
 ) -> Report:
-    """Score two checkpoints on identical tokens. `settings` are the keys of a recipe's `report`.
+    """Score two checkpoints on identical tokens. `settings` are the keys of a recipe's `report`; `crew`: the processes
+    that share the scoring, of which this one is the first.
 
     The base's tokenizer is used for both; models of different vocabularies are refused. With `output`, the report's
     files are written there. `latency`: both are also loaded by transformers and timed, interleaved; the figures, which
@@ -123,7 +126,7 @@ def compare(
     ).report
     assert isinstance(wanted, ReportSettings)
     checkpoints = {"base": open_checkpoint(base), "candidate": open_checkpoint(candidate)}
-    scorer = Scorer.of(checkpoints["base"], checkpoints["candidate"], choose_device(device), progress.track)
+    scorer = Scorer.of(checkpoints["base"], checkpoints["candidate"], choose_device(device), progress.track, crew)
     skeletons = scorer.models
     rows = {name: s.source.shapes[s.layout.embedding][0] for name, s in skeletons.items()}
     if rows["base"] != rows["candidate"]:
@@ -206,6 +209,7 @@ def compare_all(
     output: str | Path | None = None,
     device: str = "auto",
     progress: Progress | None = None,
+    crew: Crew = ALONE,
     **settings: Any,
 ) -> Comparison:
     """`compare` for each candidate on the same tokens. `output` gets one page, and each candidate's files below it."""
@@ -217,7 +221,7 @@ def compare_all(
     for number, candidate in enumerate(candidates):
         target = None if output is None else Path(output) / f"{number + 1}-{Path(candidate).name.replace(':', '-')}"
         reports[str(candidate)] = compare(
-            base, candidate, data, output=target, device=device, progress=progress, **settings
+            base, candidate, data, output=target, device=device, progress=progress, crew=crew, **settings
         )
     comparison = Comparison(reports)
     if output is not None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch.distributed.rendezvous import rendezvous
 from ..calibrate.crew import ALONE, Crew
 from ..checkpoint.errors import SutureError
 
+T = TypeVar("T")
 _PATIENCE = timedelta(days=30)  # how long the others wait while process 0 does what only one does
 
 
@@ -35,6 +37,20 @@ def joined() -> Iterator[Crew]:
             "start them with torchrun or accelerate launch",
         ) from error
     crew = Crew(rank, size, group)
-    yield crew
+    try:
+        yield crew
+    except SutureError:
+        if rank == 0 and not crew.shared:  # refused before the work: nothing that the others need to be told of
+            crew.share(None)
+        raise
     if rank == 0:
         crew.share(None)
+
+
+def together(work: Callable[[Crew], T]) -> T | None:
+    """What `work` comes to in process 0; None in the others, which have then done what it gave them."""
+    with joined() as crew:
+        if crew.rank == 0:
+            return work(crew)
+        crew.follow()
+        return None

@@ -33,9 +33,14 @@ def recipe_of(home, output, steps, *, model="Q2", **more):
 
 
 def crew(home, recipe, *options, size=2, **special):
-    """Every process, ended; started as torchrun starts them. special: what `warm.start` is told for one of them."""
+    """Every process, ended, of `suture run`. special: what `warm.start` is told for one of them."""
     path = home / f"{Path(recipe['output']).name}.json"
     path.write_text(json.dumps(recipe), encoding="utf-8")  # JSON is YAML
+    return launched(home, "run", path, *options, size=size, **special)
+
+
+def launched(home, *command, size=2, **special):
+    """Every process, ended, of a command; started as torchrun starts them."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -43,7 +48,7 @@ def crew(home, recipe, *options, size=2, **special):
     for rank in range(size):
         env = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(size), "RANK": str(rank)}
         more = special.get(f"process_{rank}", {})
-        running.append(start("run", path, *options, cwd=home, variables=env | {"LOCAL_RANK": str(rank)}, **more))
+        running.append(start(*command, cwd=home, variables=env | {"LOCAL_RANK": str(rank)}, **more))
     return [process.wait() for process in running]
 
 
@@ -91,6 +96,19 @@ def test_processes_share_the_scoring_and_the_files_are_those_of_one(home):
     ended = crew(home, recipe, "--resume", size=4)
     assert [process.code for process in ended] == [0] * 4 and not any(process.err for process in ended[1:])
     assert content(home / "scored") == content(home / "scored-alone")
+
+
+def test_processes_share_a_report_of_its_own_and_what_the_first_refuses_only_the_first_says(home):
+    run(recipe_of(home, "rounded", [{"rtn": {"group_size": 32}}]))
+    asked = ["report", home / "Q2", home / "rounded", "--window", "24", "--data"]
+    for size in (1, 2):
+        first, *others = launched(home, *asked, home / "held.jsonl", "--output", home / f"report-{size}", size=size)
+        assert first.code == 0 and first.out, first.err
+        assert all(other.code == 0 and not other.out for other in others)
+    one, two = (content(home / f"report-{size}") for size in (1, 2))
+    assert one == two and "report.json" in one
+    first, other = launched(home, *asked, home / "nowhere.jsonl")
+    assert first.code == 1 and "nowhere.jsonl" in first.err and not other.err
 
 
 GPTAQ = {"gptq": {"bits": 3, "group_size": 32, "asymmetric": "gptaq"}}
