@@ -137,7 +137,7 @@ class Stream:
         content = self._bytes()
         with disk_errors(path):
             path.touch()
-        with disk_errors(path), (path.open("r+b") if self.beside else path.open("wb")) as file:
+        with disk_errors(path), path.open("r+b") if self.beside else path.open("wb") as file:
             file.seek(self.before)
             for start in range(0, len(content), _PIECE):
                 file.write(content[start : start + _PIECE])
