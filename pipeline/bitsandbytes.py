@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..calibrate.memory import trim_memory
 from ..calibrate.skeleton import Skeleton, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
@@ -201,5 +202,7 @@ def _run(
             shape = [linear.out_features, linear.in_features]
             own = {"weight_error": error, "output_error": None, "shape": shape, "fallback": None}
             yield Made(linear, tensors, {**record, **own})
+            del tensors
+            trim_memory(weight.nbytes)
 
     return round_blocks(work, plan, plan.layout, make)
