@@ -220,8 +220,10 @@ def _seconds(skeleton: Skeleton, steps: Sequence[PlannedStep], calibration: Cali
     linear_flops = 2 * sum(linear.numel for linear in layout.linears)
     statistic_flops = 2 * sum(group[0].in_features ** 2 // 2 for groups in layout.blocks for group in groups)
     rounding_flops = 2 * sum(2 * linear.numel * linear.in_features for linear in layout.linears) if tokens else 0
-    forwards = sum(step.prepared.forwards for step in steps if step.kind.needs_text(step.settings))
-    flops = tokens * (forwards * linear_flops + statistic_flops) + rounding_flops
+    textual = [step.prepared for step in steps if step.kind.needs_text(step.settings)]
+    forwards = sum(prepared.forwards * prepared.reached for prepared in textual)
+    reached = max((prepared.reached for prepared in textual), default=1.0)
+    flops = tokens * (forwards * linear_flops + reached * statistic_flops) + reached * rounding_flops
     flops += sum(step.prepared.flops for step in steps)
     return flops / measured_flops() + sum(step.shards.nbytes for step in steps) / _WRITING
 

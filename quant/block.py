@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
@@ -253,13 +253,26 @@ def _gptq_sharing_inputs(
     stacked = torch.cat(weights) if len(weights) > 1 else weights[0]
     result = gptq(stacked, hessian, _options(settings, scheme), storage, deviation)
     parts = split_rows(result.quantized, [linear.out_features for linear in linears])
-    layers = []
-    for linear, weight, part in zip(linears, weights, parts, strict=True):
-        dense = part.dequantize()
-        error = output_error(weight, dense, hessian) if tokens else None
-        record = _gptq_record(result, weight_error(weight, dense), error, tokens)
-        layers.append(_finish(skeleton, linear, part, dense, record))
-    return layers
+    error_of = lambda weight, dense: output_error(weight, dense, hessian)  # noqa: E731
+    return [
+        _gptq_layer(skeleton, linear, part, result, tokens, error_of)
+        for linear, part in zip(linears, parts, strict=True)
+    ]
+
+
+def _gptq_layer(
+    skeleton: Skeleton,
+    linear: Linear,
+    quantized: Quantized,
+    result: GPTQResult,
+    tokens: int,
+    error_of: Callable[[Tensor, Tensor], float],
+) -> QuantizedLayer:
+    """Put what GPTQ found into the module. error_of: (weight, dense) -> error of the layer's outputs."""
+    weight, dense = weight_of(skeleton, linear), quantized.dequantize()
+    error = error_of(weight, dense) if tokens else None
+    record = _gptq_record(result, weight_error(weight, dense), error, tokens)
+    return _finish(skeleton, linear, quantized, dense, record)
 
 
 @dataclass(frozen=True)
@@ -304,11 +317,9 @@ def _joined(
         quantized = split_rows(_stacked([part.result.quantized for part in parts]), sizes)
         costs, wholes = (torch.cat([part.energies[side] for part in parts]).split(sizes) for side in (0, 1))
         for linear, one, cost, whole in zip(linears, quantized, costs, wholes, strict=True):
-            weight, one = weight_of(skeleton, linear), _moved(one, skeleton.device)
-            dense = one.dequantize()
-            error = relative_error(cost, whole) if parts[0].tokens else None
-            record = _gptq_record(result, weight_error(weight, dense), error, parts[0].tokens)
-            layers.append(_finish(skeleton, linear, one, dense, record))
+            error = relative_error(cost, whole) if parts[0].tokens else 0.0
+            moved = _moved(one, skeleton.device)
+            layers.append(_gptq_layer(skeleton, linear, moved, result, parts[0].tokens, lambda *_, e=error: e))
     return layers
 
 

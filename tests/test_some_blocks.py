@@ -6,12 +6,14 @@ from unittest.mock import patch
 import pytest
 import torch
 import warm
-from kit import ids_file, make, quantize, read
+from kit import ids_file, make, quantize, read, run
 
 from suture.calibrate.skeleton import open_skeleton
 from suture.checkpoint.errors import SutureError
 from suture.checkpoint.reader import open_checkpoint
 from suture.pipeline import walk
+from suture.pipeline.plan import make_plan
+from suture.pipeline.recipe import make_recipe
 from suture.quant.targets import select
 
 BLOCKS = 4
@@ -126,12 +128,23 @@ def test_a_run_of_some_blocks_resumes_past_the_last_of_them(home, ids, tmp_path)
     recipe = {"group_size": 16, "layers": 2}
     with patch.object(walk.BlockStreams, "save", killed), pytest.raises(KeyboardInterrupt):
         quantize(home / "model", tmp_path / "killed", "gptq", data=ids, **recipe)
-    from kit import run
-
     content = json.loads((whole.output / "suture.json").read_text())["recipe"]
     done = run(content | {"output": str(tmp_path / "killed")}, resume=True)
     for file in whole.output.glob("*.safetensors"):
         assert file.read_bytes() == (done.output / file.name).read_bytes()
+
+
+def test_a_trial_is_predicted_to_take_its_share_of_the_time(home, ids):
+    """Rates of 1e6 operations a second: what is read and written does not count beside them."""
+    calibration = {"data": str(ids), "samples": 8, "length": 48}
+
+    def seconds(**layers):
+        steps = [{"gptq": {"group_size": 16, **layers}}]
+        content = {"model": str(home / "model"), "output": str(home / "never"), "steps": steps}
+        with patch("suture.pipeline.estimate.measured_flops", lambda: 1e6):
+            return make_plan(make_recipe(content | {"calibration": calibration})).estimate.seconds
+
+    assert seconds(layers=1) == pytest.approx(seconds() / BLOCKS, rel=0.01)
 
 
 def test_the_command_takes_layers(home, tmp_path):
