@@ -14,7 +14,7 @@ by construction:
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +28,7 @@ from ..checkpoint.layout import ModelLayout, Place, resolve_layout, text_config
 from ..checkpoint.source import ReadsAhead, TensorSource
 from .experts import UnfusedExperts
 from .memory import trim_memory
+from .product import product_by_rows
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Skeleton:
     dtype: torch.dtype = torch.float32
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _arguments: dict[tuple[Any, ...], list[BlockArguments]] = field(default_factory=dict)
+    _needed: dict[str, Place] = field(default_factory=dict)  # weights that are read when they multiply
 
     @property
     def family(self) -> Family:
@@ -172,9 +174,32 @@ class Skeleton:
             own.append(f"{family.stem}{family.positions}.")
         return {name: place for name, place in self.layout.places.items() if name.startswith(tuple(own))}
 
+    @contextlib.contextmanager
+    def reading_as_needed(self) -> Iterator[None]:
+        """For few forwards: while inside, what is loaded leaves out the weights of linear layers. Each is read when its
+        forward runs, and stays in its stored dtype but for some rows at a time. Experts are loaded as ever: they may share
+        a tensor, which would be read for each."""
+        names = [
+            f"{path}.weight"
+            for path, module in self.model.named_modules()
+            if type(module) is nn.Linear and f"{path}.weight" in self.layout.places
+        ]
+        self._needed = {name: place for name in names if (place := self.layout.places[name]).expert is None}
+        modules = [self.model.get_submodule(name.removesuffix(".weight")) for name in self._needed]
+        for module, place in zip(modules, self._needed.values(), strict=True):
+            module.forward = _reading(self.source, place.tensor, module)  # type: ignore[method-assign,assignment]
+        try:
+            yield
+        finally:
+            self._needed = {}
+            for module in modules:
+                del module.forward
+
     def _fill(self, places: Mapping[str, Place]) -> None:
         by_tensor: dict[str, list[tuple[str, Place]]] = {}
         for name, place in places.items():
+            if name in self._needed:
+                continue
             by_tensor.setdefault(place.tensor, []).append((name, place))
         for tensor_name, users in by_tensor.items():
             tensor = self.source.read(tensor_name)
@@ -306,6 +331,16 @@ class Skeleton:
 
 
 _KEPT_ARGUMENTS = 32  # a mask of isolated pieces is as large as the square of its length
+
+
+def _reading(source: TensorSource, tensor: str, module: nn.Module) -> Callable[[Tensor], Tensor]:
+    """A linear layer's forward that reads its weight first."""
+
+    def forward(input: Tensor) -> Tensor:
+        weight = finite(source.read(tensor), tensor, source.source)
+        return product_by_rows(input, weight, module._parameters.get("bias"))
+
+    return forward
 
 
 def cut(tensor: Tensor, place: Place) -> Tensor:

@@ -15,7 +15,7 @@ from ..checkpoint.source import TensorSource
 from ..checkpoint.writer import TensorSpec
 from ..quant.scheme import STORAGE
 from ..surgery.cast import DTYPES, CastSettings, ReshardSettings, cast, cast_config, summary
-from .derive import copied, run_derived
+from .derive import copied, most_made, run_derived
 from .step import Prepared, StepResult, StepRun
 
 
@@ -39,7 +39,14 @@ def prepare(source: TensorSource, settings: CastSettings) -> CastPlan:
     specs = tuple(TensorSpec(spec.name, code, spec.shape) if spec.name in changed else spec for spec in specs)
     accounts |= {name: Account("changed", (name,), f"cast from {source.dtypes[name]} to {code}") for name in changed}
     config = cast_config(source.config, settings.dtype)
+    apart = [
+        spec
+        for spec in specs
+        if spec.name in changed and STORAGE[source.dtypes[spec.name]].itemsize != STORAGE[code].itemsize
+    ]
     return CastPlan(
+        by_tensor=True,
+        working=most_made(apart),
         specs=specs,
         config=config,
         accounts=accounts,
@@ -75,6 +82,7 @@ def prepare_reshard(source: TensorSource, settings: ReshardSettings) -> Prepared
     layout = open_layout(source)
     specs, accounts = copied(source, layout)
     return Prepared(
+        by_tensor=True,
         specs=specs,
         config=dict(source.config),
         accounts=accounts,

@@ -16,7 +16,7 @@ from ..checkpoint.writer import TensorSpec
 from ..quant.decode import DenseView, dense_view, model_dtype, with_dtype
 from ..quant.scheme import STORAGE
 from ..quant.settings import DequantizeSettings
-from .derive import run_derived
+from .derive import most_made, run_derived
 from .step import Prepared, StepResult, StepRun
 
 _CODES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
@@ -49,6 +49,8 @@ def prepare(source: TensorSource, settings: DequantizeSettings) -> DequantizePla
         else:
             accounts[name] = Account("copied", (name,))
     return DequantizePlan(
+        by_tensor=True,
+        working=most_made(spec for spec in specs if spec.name in view.packed),
         specs=tuple(specs),
         config=with_dtype(view.config, dtype),
         accounts=accounts,

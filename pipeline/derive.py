@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -57,6 +57,11 @@ def changed_in_place(
     if shapes is not None:
         specs = tuple(TensorSpec(spec.name, spec.dtype, shapes.get(spec.name, spec.shape)) for spec in specs)
     return specs, accounts | {name: Account("changed", (name,), how) for name, how in changed.items()}
+
+
+def most_made(specs: Iterable[TensorSpec]) -> int:
+    """Bytes of the largest of new tensors, which is in memory beside what it is made of."""
+    return max((spec.nbytes for spec in specs), default=0)
 
 
 @torch.no_grad()

@@ -6,7 +6,7 @@ own peak, since what one leaves is given back before the next begins:
     preflight   one block through the steps, then that block, the embedding and the head in stock transformers
     steps       a block in float32 with what a step holds beside it, the hidden states, or the head for the probe's logits
     report      blocks of two models (all of them where they fit), two heads, and a piece of their logits
-    reload      the output's verified blocks in a process of its own: as stored, one layer in float32
+    reload      the output's verified blocks in a process of its own: mapped, one layer in memory
 """
 
 from __future__ import annotations
@@ -28,12 +28,14 @@ from ..checkpoint.layout import Linear
 from ..checkpoint.staging import partial_of
 from ..report.score import LOGIT_BYTES
 from .recipe import Recipe
-from .step import PlannedStep
+from .step import PlannedStep, Prepared
 from .texts import Calibration, Evaluation
 
 _IMPORTS = 30 << 20  # of what the work itself imports: a model's module, and pieces of memory between tensors
 _LOADING = 60 << 20  # that stock transformers takes to load, beside the weights
 _FRESH_PROCESS = 400 << 20  # Python, torch and transformers in the process that reloads
+_SMALL = 8  # an output is reloaded as a whole when it is smaller than this part of the memory at hand
+_UNPACKED_BY_WORDS = 2.0  # of a layer in float32: codes of other than 4 bits are unpacked as integers, more than once
 _PROBE = 128  # tokens
 _WRITING = 500e6  # bytes per second
 
@@ -67,6 +69,8 @@ class _Sizes:
     stored_outside: int
     n_blocks: int
     layer: int  # the most that the reload has in float32 at once: a layer, or what of a block is no linear layer
+    experts: int  # of a block, in float32: what of it is never read one tensor at a time
+    tensor: int  # the largest, as stored
 
     @classmethod
     def of(cls, skeleton: Skeleton) -> _Sizes:
@@ -82,14 +86,45 @@ class _Sizes:
             stored_outside=sum(size for name, size in stored.items() if name not in inside),
             n_blocks=skeleton.n_blocks,
             layer=max(4 * _widened_at_once(linears) for groups in layout.blocks for linears in groups),
+            experts=max(
+                4 * sum(x.numel for group in block for x in group if x.expert is not None) for block in layout.blocks
+            ),
+            tensor=max(stored.values()),
         )
 
-    def reloaded(self, blocks: int, packed: int, stays: bool) -> int:
-        """Bytes of stock transformers with that many blocks. `packed`: of all blocks in the output's codes, which become
-        dense in the model's dtype with a layer of integers on the way, or (`stays`) one layer at a time."""
-        inside = packed if stays else self.stored_blocks + packed
-        on_the_way = self.layer // 2 if stays else self.layer if packed else 0
-        return self.stored_outside + inside * blocks // self.n_blocks + self.layer + on_the_way
+    def loaded(self, blocks: int, packing: _Packing) -> int:
+        """Bytes of the files that stock transformers reads for that many blocks."""
+        return self.stored_outside + (packing.nbytes or self.stored_blocks) * blocks // self.n_blocks
+
+    def reloaded(self, blocks: int, packing: _Packing) -> int:
+        """Bytes of memory that it holds for them: a layer, or the head, of what is mapped; all of what it makes new."""
+        held = self.largest
+        if packing.copied or self.experts:
+            held += self.loaded(blocks, packing) - self.stored_outside
+        return held + int(self.layer * (packing.on_the_way if packing.nbytes else 1))
+
+
+@dataclass(frozen=True)
+class _Packing:
+    """How the output stores its quantized layers."""
+
+    nbytes: int  # of all blocks; 0: it has none
+    copied: bool  # the loader makes new tensors of them
+    on_the_way: float  # what a layer takes while it is made dense, of its size in float32
+
+    @classmethod
+    def of(cls, last: PlannedStep, sizes: _Sizes) -> _Packing:
+        config = last.prepared.config.get("quantization_config") or {}
+        nbytes = max(0, last.shards.nbytes - sizes.stored_outside) if config else 0
+        groups = (config.get("config_groups") or {}).values()
+        bytewise = all((group.get("weights") or {}).get("num_bits") == 4 for group in groups)
+        copied = config.get("quant_method") == "bitsandbytes"
+        return cls(nbytes, copied, 0.5 if copied else 1.5 if bytewise else _UNPACKED_BY_WORDS)
+
+
+def _of_block(prepared: Prepared, sizes: _Sizes) -> int:
+    """Bytes of weights that a step holds while it is at a block, or at a tensor."""
+    return sizes.experts + sizes.tensor if prepared.by_tensor else (1 + prepared.working_blocks) * sizes.block
 
 
 def _widened_at_once(linears: Sequence[Linear]) -> int:
@@ -116,29 +151,26 @@ def estimated(
     def stepping(text: bool) -> int:
         length = calibration.blocks.ids.shape[1] if calibration and text else 0
         at_blocks = max(
-            (1 + step.prepared.working_blocks) * sizes.block
+            _of_block(step.prepared, sizes)
             + step.prepared.working
             + step.prepared.resident
             + length * step.prepared.token_bytes
             for step in steps
         )
         at_blocks += hidden + waiting if text else 0
-        return max(at_blocks, sizes.head * 3 // 2 + 4 * logits, 2 * sizes.largest)
+        return max(at_blocks, sizes.largest + 4 * logits)
 
-    packing = steps[-1].prepared.config.get("quantization_config") or {}
-    method = packing.get("quant_method")
-    packed = max(0, steps[-1].shards.nbytes - sizes.stored_outside) if method else 0
-    codes = packed, method == "bitsandbytes"
+    packing = _Packing.of(steps[-1], sizes)
     memory = {
-        "preflight": base + max(stepping(False), sizes.reloaded(1, *codes) + _LOADING),
+        "preflight": base + max(stepping(False), sizes.reloaded(1, packing) + _LOADING),
         "steps": base + stepping(True),
     }
     if evaluations:
         memory["report"] = base + _scoring(skeleton, sizes, evaluations, available // 3)
-    allowed = available * 6 // 10, max(memory.values())
+    allowed = available, max(memory.values())
     n_blocks = max(step.prepared.n_blocks for step in steps)
-    blocks = _verify_blocks(recipe, sizes, n_blocks, codes, _FRESH_PROCESS + _LOADING + 3 * logits, *allowed)
-    memory["reload"] = _FRESH_PROCESS + _LOADING + sizes.reloaded(blocks, *codes) + 3 * logits
+    blocks = _verify_blocks(recipe, sizes, n_blocks, packing, *allowed)
+    memory["reload"] = _FRESH_PROCESS + _LOADING + sizes.reloaded(blocks, packing) + 3 * logits
     disk, free = _disk(recipe, steps, 2 * hidden + logits)
     return Estimate(memory, disk, _seconds(skeleton, steps, calibration), paused, blocks, available, free)
 
@@ -183,15 +215,13 @@ def _scoring(skeleton: Skeleton, sizes: _Sizes, evaluations: Sequence[Evaluation
     return blocks + 2 * sizes.head + 2 * LOGIT_BYTES + activations + (states if states <= budget else 0)
 
 
-def _verify_blocks(
-    recipe: Recipe, sizes: _Sizes, n: int, codes: tuple[int, bool], beside: int, free: int, modest: int
-) -> int:
-    """All `n` blocks of the output when they fit into `free` bytes; else as many as fit into what the run takes itself, and
-    at least one: a model that is streamed because it is larger than memory must not be checked at the price of all
-    memory."""
-    if recipe.verify == "full" or (recipe.verify == "auto" and beside + sizes.reloaded(n, *codes) < free):
+def _verify_blocks(recipe: Recipe, sizes: _Sizes, n: int, packing: _Packing, available: int, modest: int) -> int:
+    """All `n` blocks of the output when it is small; else as many as are no larger than what the run takes itself, and at
+    least one: a model that is streamed must not be checked at the price of the memory that streaming saved."""
+    small = max(available // _SMALL, modest)
+    if recipe.verify == "full" or (recipe.verify == "auto" and sizes.loaded(n, packing) < small):
         return n
-    return max([1, *(k for k in range(1, n + 1) if beside + sizes.reloaded(k, *codes) <= min(free, modest))])
+    return max([1, *(k for k in range(1, n + 1) if _FRESH_PROCESS + sizes.loaded(k, packing) <= modest)])
 
 
 def _disk(recipe: Recipe, steps: Sequence[PlannedStep], beside: int) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from ..surgery.fuse import (
     phi_names,
     unfused_type,
 )
-from .derive import copied, run_derived
+from .derive import copied, most_made, run_derived
 from .step import Prepared, StepResult, StepRun
 
 
@@ -115,8 +115,11 @@ def _plan(
             if pieces[name][0][0] == old  # a joined one stands where its first part stood
         ]
         accounts[old] = Account("changed", tuple(names), how)
+    made = tuple(spec for new in kept.values() for spec in new)
     return FusePlan(
-        specs=tuple(spec for new in kept.values() for spec in new),
+        by_tensor=True,
+        working=2 * most_made(spec for spec in made if spec.name in pieces),  # of its parts, then in float32
+        specs=made,
         config=converted_config(source.config, skeleton.hf_config, model_type),
         accounts=accounts,
         notes=(f"the output is a {model_type} model",),
@@ -172,11 +175,11 @@ def _between(
         accounts[layout.head_duplicate] = Account("dropped", reason=f"equal to {layout.embedding}")
     if layout.head_bias:
         accounts[layout.head_bias] = Account("dropped", reason=f"0; the head of {new.model_type} has none")
+    written = [TensorSpec(name, dtypes[name], shape) for name, shape in shapes.items()]
     return HeadsPlan(
-        specs=tuple(
-            [TensorSpec(name, dtypes[name], shape) for name, shape in shapes.items()]
-            + [spec for spec in specs if spec.name in layout.unknown]
-        ),
+        by_tensor=True,
+        working=2 * most_made(written),
+        specs=tuple(written + [spec for spec in specs if spec.name in layout.unknown]),
         config=config,
         accounts=accounts,
         notes=(f"the output is a {new.model_type} model",),

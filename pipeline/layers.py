@@ -51,6 +51,7 @@ def prepare(source: TensorSource, settings: LayersSettings) -> LayersPlan:
         dense = [not any(linear.expert is not None for group in block for linear in group) for block in layout.blocks]
     config = with_text_config(source.config, reordered_config(text, skeleton.hf_config, order, dense))
     return LayersPlan(
+        by_tensor=True,
         specs=specs,
         config=config,
         accounts=accounts,

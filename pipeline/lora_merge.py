@@ -11,7 +11,6 @@ from __future__ import annotations
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from math import sqrt
 from pathlib import Path
@@ -43,7 +42,7 @@ from ..surgery.untie import head_to_add, untied_config
 from .progress import Progress
 from .qlora import AsTrained, merge_base, survival
 from .step import Prepared, StepResult, StepRun
-from .walk import advance_probe, check_exact, distance
+from .walk import check_exact, distance, probe_logits
 
 _SYNC = 1 << 29  # bytes between two entries of the journal
 
@@ -446,12 +445,15 @@ def _self_check(
     n_blocks = min(work.verify_blocks, plan.n_blocks)
     live = live_model(plan, base, Live, merged=False)
     exact = live_model(plan, base, Live)
-    unmerged = _probe_logits(work, open_skeleton(live, device=work.device), n_blocks, live)
-    merged = _probe_logits(work, open_skeleton(exact, device=work.device), n_blocks, None)
-    stored = _probe_logits(work, open_skeleton(written, device=work.device), n_blocks, None)
+
+    def logits_of(source: TensorSource) -> Tensor:
+        return probe_logits(open_skeleton(source, device=work.device), work.probe, n_blocks)
 
     def nudged() -> Tensor:
-        return _probe_logits(work, open_skeleton(live_model(plan, base, _Nudged), device=work.device), n_blocks, None)
+        return logits_of(live_model(plan, base, _Nudged))
+
+    unmerged = _unmerged_logits(work, open_skeleton(live, device=work.device), n_blocks, live)
+    merged, stored = logits_of(exact), logits_of(written)
 
     same = check_exact(f"{work.label}: merging", unmerged, merged, nudged)
     found = distance(merged, stored)
@@ -482,18 +484,16 @@ def live_model(plan: MergePlan, base: TensorSource, kind: type[Live], merged: bo
     )
 
 
-def _probe_logits(work: StepRun, skeleton: Skeleton, n_blocks: int, live: Live | None) -> Tensor:
-    """Logits [B, T, vocab] of the probe after `n_blocks` blocks; with `live`, adapters added by hooks."""
+def _unmerged_logits(work: StepRun, skeleton: Skeleton, n_blocks: int, live: Live) -> Tensor:
+    """Logits [B, T, vocab] of the probe after `n_blocks` blocks, the adapters added by hooks."""
     stream = Stream.start(skeleton, [work.probe])
     for index in range(n_blocks):
         skeleton.load_block(index)
-        names = list(skeleton.layout.block_tensors(index)) if live else []
-        with hooked(skeleton, live, names) if live else nullcontext():
-            run_block(skeleton, index, stream) if live else advance_probe(skeleton, index, stream)
+        with hooked(skeleton, live, list(skeleton.layout.block_tensors(index))):
+            run_block(skeleton, index, stream)
         skeleton.free_block(index)
     skeleton.load_head()
-    head = [f"{skeleton.family.head}.weight"] if live else []
-    with hooked(skeleton, live, head) if live else nullcontext():
+    with hooked(skeleton, live, [f"{skeleton.family.head}.weight"]):
         logits = skeleton.logits(stream.hidden[0].to(skeleton.device), torch.arange(work.probe.shape[1])).cpu()
     skeleton.free_head()
     return logits

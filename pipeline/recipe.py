@@ -220,7 +220,9 @@ class Recipe(_Strict):
     output: str = Field(min_length=1, description="directory to write; must not exist")
     max_shard_size: int = Field(5_000_000_000, ge=1_000, description="bytes per weight file")
     verify: Literal["auto", "full", "blocks"] = Field(
-        "auto", description="reload all of it, or only as many blocks as fit in memory; auto: all when it fits"
+        "auto",
+        description="reload all of the output, or only as many blocks as are no larger than the memory that the run takes; "
+        "auto: all when it is smaller than an eighth of the memory at hand",
     )
 
     @model_validator(mode="after")

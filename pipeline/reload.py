@@ -3,8 +3,8 @@
 `main` wants MODEL_DIR, IDS.pt and OUT.pt on its standard input, a line each. Until they
 come it has imported what it needs and waits; it ends when its input does.
 
-Nothing of suture reads the files here. The weights load in their stored dtype (packed ones are decompressed by the first
-forward, as for any user), then each block computes in float32, so that only the weights can differ.
+Nothing of suture reads the files here. The weights load in their stored dtype and are unpacked by the library whose
+format it is; then each layer computes in float32, so that only the weights can differ.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..calibrate.memory import let_go
+from ..calibrate.product import product_by_rows
 from .usage import peak_memory
 
 _STORED = 16  # tokens that are also computed in the stored dtype
 _BITSANDBYTES = ("Linear4bit", "Linear8bitLt")
-_PIECE = 1 << 22  # numbers of a weight that are in float32 at once
+_PACKED = ("_parameters", "_buffers", "quantization_status")  # what unpacking changes in compressed-tensors' layers
 
 
 def load_and_run(model_dir: str, ids: Tensor) -> dict[str, Any]:
@@ -35,13 +37,11 @@ def load_and_run(model_dir: str, ids: Tensor) -> dict[str, Any]:
     model, info = auto.from_pretrained(  # type: ignore[misc]  # a pair, because of output_loading_info
         model_dir, dtype="auto", output_loading_info=True, local_files_only=True, trust_remote_code=False
     )
-    with torch.no_grad():
-        if config_of(model).get("quant_method") == "bitsandbytes":  # whose layers a forward may repack
-            logits = _in_float32(model, config, ids)
-            stored = _as_stored(model, ids)
-        else:
-            stored = _as_stored(model, ids)  # the first forward makes packed weights dense
-            logits = _in_float32(model, config, ids)
+    with torch.no_grad(), contextlib.ExitStack() as undo:
+        for module in model.modules():
+            undo.callback(module.register_forward_hook(_let_go, always_call=True).remove)
+        logits = _in_float32(model, config, ids)  # first: a forward in the stored dtype may repack bitsandbytes' layers
+        stored = _as_stored(model, ids)
     return {
         "logits": logits,
         "stored_dtype_logits": stored,
@@ -52,6 +52,12 @@ def load_and_run(model_dir: str, ids: Tensor) -> dict[str, Any]:
     }
 
 
+def _let_go(module: torch.nn.Module, *_: Any) -> None:
+    """What a module has read of the files need not stay in memory; the loader has mapped them."""
+    for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)):
+        let_go(tensor.data)
+
+
 def config_of(model: torch.nn.Module) -> dict[str, Any]:
     """The `quantization_config` that the model was loaded with, or nothing."""
     found = getattr(model.config, "quantization_config", None)  # type: ignore[union-attr]
@@ -60,7 +66,9 @@ def config_of(model: torch.nn.Module) -> dict[str, Any]:
 
 def _as_stored(model: torch.nn.Module, ids: Tensor) -> Tensor:
     """Logits in the stored dtype's arithmetic, of few tokens, since 16-bit products are slow on many CPUs."""
-    return model(ids[:, :_STORED], use_cache=False).logits.float()
+    with contextlib.ExitStack() as undo:
+        _unpack_while_running(model, undo)
+        return model(ids[:, :_STORED], use_cache=False).logits.float()
 
 
 def _in_float32(model: torch.nn.Module, config: Any, ids: Tensor) -> Tensor:
@@ -76,6 +84,7 @@ def _in_float32(model: torch.nn.Module, config: Any, ids: Tensor) -> Tensor:
             _multiply_in_float32(module, undo)
         for modules in _units(model):
             _widen_while_running(modules[0], [module for module in modules if module not in apart], undo)
+        _unpack_while_running(model, undo)
         return model(ids, use_cache=False).logits.float()
 
 
@@ -107,10 +116,7 @@ def _multiply_in_float32(linear: Any, undo: contextlib.ExitStack) -> None:
 
     def forward(input: Tensor) -> Tensor:
         weight = _dense(linear) if packed else linear.weight
-        bias = None if linear.bias is None else linear.bias.float()
-        pieces = weight.split(max(1, _PIECE // weight.shape[1]))
-        y = torch.cat([torch.nn.functional.linear(input.float(), rows.float()) for rows in pieces], dim=-1)
-        return y if bias is None else y + bias
+        return product_by_rows(input.float(), weight, None if linear.bias is None else linear.bias.float())
 
     linear.forward = forward
     undo.callback(vars(linear).pop, "forward")
@@ -121,6 +127,34 @@ def _dense(linear: Any) -> Tensor:
     from transformers.integrations.bitsandbytes import dequantize_bnb_weight
 
     return dequantize_bnb_weight(linear.weight, getattr(linear, "state", None))
+
+
+def _unpack_while_running(model: torch.nn.Module, undo: contextlib.ExitStack) -> None:
+    """Let compressed-tensors make each of its layers dense when it runs, and only so long; its own hook makes all of them
+    dense before the first. To be called last: a layer is unpacked before, and packed again after, all else is done to it.
+    """
+    whole = getattr(model, "ct_decompress_hook", None)
+    if whole is None:
+        return
+    from compressed_tensors.compressors import decompress_module
+
+    packed: dict[torch.nn.Module, dict[str, Any]] = {}
+
+    def unpack(module: Any, *_: Any) -> None:
+        packed[module] = {name: module.__dict__[name] for name in _PACKED}
+        for table in ("_parameters", "_buffers"):
+            module.__dict__[table] = dict(module.__dict__[table])
+        decompress_module(module)
+
+    def restore(module: torch.nn.Module, *_: Any) -> None:
+        module.__dict__.update(packed.pop(module))
+        _let_go(module)
+
+    whole.remove()
+    for module in model.modules():
+        if all(name in module.__dict__ for name in _PACKED):
+            undo.callback(module.register_forward_pre_hook(unpack, prepend=True).remove)
+            undo.callback(module.register_forward_hook(restore, always_call=True).remove)
 
 
 def _widen_while_running(runs: torch.nn.Module, modules: list[torch.nn.Module], undo: contextlib.ExitStack) -> None:

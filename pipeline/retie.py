@@ -29,6 +29,7 @@ def prepare(source: TensorSource, settings: RetieSettings) -> RetiePlan:
     specs, accounts = copied(source, layout)
     accounts[layout.head] = Account("dropped", reason=f"equal to {layout.embedding}, to which the head is tied")
     return RetiePlan(
+        by_tensor=True,
         specs=tuple(spec for spec in specs if spec.name != layout.head),
         config=tied_config(source.config),
         accounts=accounts,

@@ -49,6 +49,7 @@ def prepare(source: TensorSource, settings: RopeScalingSettings) -> RopePlan:
     config = with_text_config(source.config, scaled_config(text, rope, context, settings, d))
     specs, accounts = copied(source, layout)
     plan = RopePlan(
+        by_tensor=True,
         specs=specs,
         config=config,
         accounts=accounts,

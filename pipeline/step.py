@@ -39,6 +39,7 @@ class Prepared:
     streams: int = 1  # hidden states of the calibration text that it keeps
     forwards: float = 1.0  # of each block over the calibration text, a backward counted as two
     reached: float = 1.0  # share of the blocks through which the text goes
+    by_tensor: bool = False  # one tensor in memory at a time instead of one block
     working_blocks: int = 0  # what it holds beside a block's weights, in blocks of float32
     working: int = 0  # and in bytes, while it is at a layer
     resident: int = 0  # bytes that it holds all along

@@ -33,6 +33,7 @@ def prepare(source: TensorSource, settings: UntieSettings) -> UntiePlan:
     if layout.head_duplicate:
         accounts[head] = Account("copied", (head,))
     return UntiePlan(
+        by_tensor=True,
         specs=tuple(specs),
         config=untied_config(source.config),
         accounts=accounts,

@@ -19,7 +19,7 @@ from ..checkpoint.source import TensorSource, side_file
 from ..quant.scheme import STORAGE
 from ..surgery import vocabulary as core
 from ..surgery.vocabulary import Rows, VocabularySettings
-from .derive import copied, run_derived
+from .derive import copied, most_made, run_derived
 from .step import Prepared, StepResult, StepRun
 
 GENERATION = "generation_config.json"
@@ -103,6 +103,8 @@ def prepare(source: TensorSource, settings: VocabularySettings) -> VocabularyPla
         token_map = tuple(-1 if new in taken else new for new in renumbered)
     numbers["rows"]["after"] = n
     return VocabularyPlan(
+        by_tensor=True,
+        working=most_made(spec for spec in specs if spec.name in tables),
         specs=specs,
         config=config,
         accounts=accounts,

@@ -305,15 +305,22 @@ def _stored(overlay: OverlaySource, tensors: Mapping[str, Tensor]) -> dict[str, 
 
 @torch.no_grad()
 def probe_logits(skeleton: Skeleton, ids: Tensor, n_blocks: int) -> Tensor:
-    """Logits [B, T, vocab] of the first `n_blocks` blocks and the head, read one after another."""
+    """Logits [B, T, vocab] of the first `n_blocks` blocks and the head, read one layer after another."""
     stream = Stream.start(skeleton, [ids])
-    for index in range(min(n_blocks, skeleton.n_blocks)):
-        skeleton.load_block(index)
-        advance_probe(skeleton, index, stream)
-        skeleton.free_block(index)
-    skeleton.load_head()
-    logits = skeleton.logits(stream.hidden[0].to(skeleton.device), torch.arange(ids.shape[1])).cpu()
-    skeleton.free_head()
+    with skeleton.reading_as_needed():
+        for index in range(min(n_blocks, skeleton.n_blocks)):
+            skeleton.load_block(index)
+            advance_probe(skeleton, index, stream)
+            skeleton.free_block(index)
+    return head_logits(skeleton, stream.hidden[0])
+
+
+def head_logits(skeleton: Skeleton, hidden: Tensor) -> Tensor:
+    """Logits [B, T, vocab] on the CPU of hidden states [B, T, hidden] behind the last block, by a head that is read for it."""
+    with skeleton.reading_as_needed():
+        skeleton.load_head()
+        logits = skeleton.logits(hidden.to(skeleton.device), torch.arange(hidden.shape[1])).cpu()
+        skeleton.free_head()
     return logits
 
 
@@ -464,11 +471,7 @@ class BlockStreams:
         """Logits [B, T, vocab] by `skeleton`'s head of the stream `name` over the probe, after `n_blocks` blocks."""
         stream = self.probe if name == "probe" else self._probes[name]
         stream.restore(self._file(name, n_blocks - 1))
-        skeleton.load_head()
-        hidden = stream.hidden[0].to(skeleton.device)
-        logits = skeleton.logits(hidden, torch.arange(hidden.shape[1])).cpu()
-        skeleton.free_head()
-        return logits
+        return head_logits(skeleton, stream.hidden[0])
 
     def _file(self, name: str, block: int) -> Path:
         return states_file(self.work.staging.work, self.work.key, name, block)

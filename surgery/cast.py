@@ -47,11 +47,17 @@ class ReshardSettings(BaseModel):
 
 
 def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, dict[str, Any]]:
-    """(the tensor as `dtype`, what the rounding did). Raises SutureError when a finite value becomes infinite."""
-    made = tensor.to(dtype)
+    """(the tensor as `dtype`, what the rounding did). Raises SutureError when a finite value becomes infinite.
+
+    Where both dtypes are of one size, what was made is in the place of the tensor, which is lost.
+    """
+    tensor = tensor.contiguous()
+    alike = tensor.element_size() == dtype.itemsize
+    made = tensor.view(dtype) if alike else torch.empty(tensor.shape, dtype=dtype, device=tensor.device)
     changed = zeroed = 0
     worst = 0.0
-    for before, after in zip(tensor.reshape(-1).split(_PIECE), made.reshape(-1).split(_PIECE), strict=True):
+    for before, place in zip(tensor.reshape(-1).split(_PIECE), made.reshape(-1).split(_PIECE), strict=True):
+        after = before.to(dtype)
         wide, back = before.double(), after.double()
         overflow = torch.isfinite(wide) & ~torch.isfinite(back)
         if bool(overflow.any()):
@@ -60,6 +66,7 @@ def cast(name: str, tensor: Tensor, dtype: torch.dtype) -> tuple[Tensor, dict[st
                 f"{str(dtype).removeprefix('torch.')}, which ends at {torch.finfo(dtype).max:.5g}",
                 "use bfloat16",
             )
+        place.copy_(after)
         nonzero = wide != 0
         error = ((back - wide).abs() / wide.abs())[nonzero]
         changed += int((back != wide).sum())

