@@ -30,7 +30,9 @@ D may be scaled by α: it is an estimate from few tokens. α = 0, or x̃ = x, is
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from typing import Literal
 
 import torch
@@ -207,7 +209,7 @@ def _round_columns(
 ) -> Tensor:
     """Codes [out, in] for the columns of W in visiting order. Works on Wᵀ, whose rows are contiguous.
 
-    Within a block E holds w_i - q_i, and the factor's rows are divided by U_ii instead (in place: U is the caller's no
+    Within a block errors are w_i - q_i, and the factor's rows are divided by U_ii instead (in place: U is the caller's no
     more): fewer passes over each column.
     A column's error goes to its whole block, with weight 0 to the columns that are done: fewer views to make.
 
@@ -216,30 +218,71 @@ def _round_columns(
     """
     n, levels = W.shape[1], grid.scheme.levels
     w = W.T.contiguous()  # [in, out]
-    scale, zero = (part.T.contiguous().to(w.dtype).unbind() for part in (grid.scale, grid.zero))  # per group [out]
-    groups = group.tolist()
+    scale, zero = (part.T.contiguous().to(w.dtype) for part in (grid.scale, grid.zero))  # [groups, out]
     U.div_(torch.diagonal(U).clone()[:, None])
     codes = torch.empty(w.shape, dtype=torch.uint8, device=w.device)
+    kernel = None if search is not None else _kernel(w)
+    per_group, groups = (scale.unbind(), zero.unbind()), group.tolist()
+
+    def reach(i: int) -> None:
+        if search is not None and (i == 0 or groups[i - 1] != groups[i]):
+            _find_group(w, i, groups[i], grid, search, scale[groups[i]], zero[groups[i]])
+
     for a, b in _blocks(n, None if search is None else grid.scheme.width(n)):
-        block, E, Q = w[a:b], torch.empty_like(w[a:b]), torch.empty_like(w[a:b])
-        corner = U[a:b, a:b].triu(1)
-        rows = (block.unbind(), E.unbind(), Q.unbind(), corner.unbind(), groups[a:b])
-        for i, (x, e, q, u, g) in enumerate(zip(*rows, strict=True), start=a):
-            if search is not None and (i == 0 or groups[i - 1] != g):
-                _find_group(w, i, g, grid, search, scale[g], zero[g])
-            s, z = scale[g], zero[g]
-            wanted = first if first is not None and i == 0 else x
-            torch.addcdiv(z, wanted, s, out=q).round_().clamp_(0, levels)
-            torch.sub(q, z, out=e)
-            torch.addcmul(x, e, s, value=-1, out=e)
-            if P is not None:
-                block.addr_(P[i, a:b], x.clone())
-            block.addr_(u, e, alpha=-1)
+        block = w[a:b]
+        corners = (U[a:b, a:b].triu(1), None if P is None else P[a:b, a:b].contiguous())
+        wanted = first if a == 0 else None
+        if kernel is not None:
+            Q, E = kernel(block, scale, zero, group[a:b], levels, *corners, wanted)
+        else:
+            reached = None if search is None else lambda i, a=a: reach(a + i)
+            Q, E = round_block(block, *per_group, groups[a:b], levels, *corners, wanted, reached)
         codes[a:b] = Q
         w[b:].addmm_(U[a:b, b:].T, E, alpha=-1)
         if P is not None:
             w[b:].addmm_(P[a:b, b:].T, block)
     return codes.T.contiguous()
+
+
+def round_block(
+    block: Tensor,
+    scale: Sequence[Tensor],
+    zero: Sequence[Tensor],
+    group: Sequence[int],
+    levels: int,
+    U: Tensor,
+    P: Tensor | None = None,
+    first: Tensor | None = None,
+    reach: Callable[[int], None] | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Round a block of columns, given as rows [columns, out], one after another: (codes, errors w_i - q_i), like it.
+
+    `block` takes up the errors. scale, zero: [out] per group; group: of each column; U [columns, columns]: the factor's
+    part, its rows divided by U_ii, above the diagonal; P likewise, of GPTAQ. `first` [out]: what is rounded in the first
+    column's stead. `reach(i)` is called before column i is rounded. For GPUs the same is a kernel, `gptq_kernel.py`.
+    """
+    E, Q = torch.empty_like(block), torch.empty_like(block)
+    rows = (block.unbind(), E.unbind(), Q.unbind(), U.unbind(), group)
+    for i, (x, e, q, u, g) in enumerate(zip(*rows, strict=True)):
+        if reach is not None:
+            reach(i)
+        s, z = scale[g], zero[g]
+        torch.addcdiv(z, first if first is not None and i == 0 else x, s, out=q).round_().clamp_(0, levels)
+        torch.sub(q, z, out=e)
+        torch.addcmul(x, e, s, value=-1, out=e)
+        if P is not None:
+            block.addr_(P[i], x.clone())
+        block.addr_(u, e, alpha=-1)
+    return Q, E
+
+
+def _kernel(w: Tensor) -> Callable[..., tuple[Tensor, Tensor]] | None:
+    """`round_block` for w's device and dtype as a kernel, where there is one."""
+    if w.device.type != "cuda" or w.dtype != torch.float32 or find_spec("triton") is None:
+        return None
+    from .gptq_kernel import round_block as fused
+
+    return fused
 
 
 def _blocks(n: int, width: int | None) -> list[tuple[int, int]]:
