@@ -2,7 +2,8 @@
 
 Every file kind is mutated from a valid one: bytes flipped, cut, repeated or spliced, JSON values replaced by what
 attackers and broken writers put there. Each mutated input must open, or end in a SutureError; no other exception, no
-file opened outside the given directory, no memory out of proportion, nothing run. `-m fuzz` runs 20,000 of each kind.
+file opened outside the given directory, no memory out of proportion, nothing run. `-m fuzz` runs 20,000 of each kind,
+and where atheris is installed lets it choose what to mutate on by the code that was reached.
 """
 
 import json
@@ -10,6 +11,7 @@ import random
 import re
 import shutil
 import struct
+import subprocess
 import sys
 import tracemalloc
 import zipfile
@@ -30,7 +32,7 @@ from suture.lora.adapter import open_adapter
 from suture.pipeline.recipe import load_recipe
 
 BUILTIN_TINY = files("suture") / "builtin/tiny"
-FEW, MANY = 60, 20_000
+FEW, MANY, GUIDED = 60, 20_000, 2_000
 MEGABYTES = 64  # for inputs of some kilobytes
 VALUES = (
     *("NaN", "Infinity", "-Infinity", "-1", "0", "1e400", "18446744073709551616", "9223372036854775807", "1.5", "true"),
@@ -148,10 +150,8 @@ KINDS = {
 }
 
 
-@pytest.fixture(scope="module")
-def valid(tmp_path_factory):
+def write_valid(root: Path) -> Path:
     """A valid input of every kind."""
-    root = tmp_path_factory.mktemp("attacked")
     tiny.llama(root / "one", layers=1)
     tiny.llama(root / "many", layers=1, shard="20KB")
     (root / "adapter").mkdir()
@@ -177,6 +177,11 @@ def valid(tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="module")
+def valid(tmp_path_factory):
+    return write_valid(tmp_path_factory.mktemp("attacked"))
+
+
 def _without_merges(file: Path) -> None:
     """Only a few of the vocabulary's merges: mutations then hit everything else as well, and loading is quick."""
     content = json.loads(file.read_text())
@@ -191,23 +196,28 @@ def _without_merges(file: Path) -> None:
     file.write_text(json.dumps(content))
 
 
+def mutated_file(original: bytes, suffix: str, draw: random.Random) -> bytes:
+    """A mutated file; of one with a header mostly the header, whose length then fits."""
+    if suffix != ".safetensors" or len(original) < 8 or draw.random() >= 0.8:
+        return mutated(original, draw)
+    header, data = split_header(original)
+    return with_header(mutated(header, draw), data)
+
+
 def attack(valid: Path, kind: str, count: int, seed: int = 0) -> None:
     where, opener = KINDS[kind]
     file = valid / where
     original = file.read_bytes()
-    header, data = split_header(original) if file.suffix == ".safetensors" else (b"", b"")
     for number in range(count):
         draw = random.Random(f"{kind} {seed} {number}")
-        inside = header and draw.random() < 0.8
-        raw = with_header(mutated(header, draw), data) if inside else mutated(original, draw)
-        file.write_bytes(raw)
+        file.write_bytes(mutated_file(original, file.suffix, draw))
         try:
-            _one(opener, file.parent, f"{kind} {seed} {number}")
+            one(opener, file.parent, f"{kind} {seed} {number}")
         finally:
             file.write_bytes(original)
 
 
-def _one(opener, directory: Path, label: str) -> None:
+def one(opener, directory: Path, label: str) -> None:
     WATCH.allowed = (str(directory.resolve()), *LIBRARIES, *SYSTEM)
     WATCH.outside.clear()
     tracemalloc.start()
@@ -236,17 +246,27 @@ def test_twenty_thousand_mutated_files(valid, kind):
     attack(valid, kind, MANY, seed=1)
 
 
+@pytest.mark.fuzz
+@pytest.mark.parametrize("kind", KINDS)
+def test_mutations_that_reach_new_code_are_mutated_on(kind, tmp_path):
+    """Coverage-guided, by atheris, in a process of its own, which ends at the first input that breaks a promise."""
+    pytest.importorskip("atheris", reason="needs atheris: pip install atheris")
+    command = [sys.executable, str(Path(__file__).with_name("guided.py")), kind, str(tmp_path), str(GUIDED)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, errors="replace")
+    assert done.returncode == 0 and f"Done {GUIDED} runs" in done.stderr, done.stderr[-3000:]
+
+
 def test_the_watch_sees_what_it_must(tmp_path):
     """Otherwise the tests above could not fail."""
     (tmp_path / "in").mkdir()
     secret = tmp_path / "secret"
     secret.write_text("x")
     with pytest.raises(AssertionError, match="secret"):
-        _one(lambda directory: (directory / "../secret").read_text(), tmp_path / "in", "read outside")
+        one(lambda directory: (directory / "../secret").read_text(), tmp_path / "in", "read outside")
     with pytest.raises(AssertionError, match="KeyError"):
-        _one(lambda directory: {}["x"], tmp_path / "in", "crash")
+        one(lambda directory: {}["x"], tmp_path / "in", "crash")
     with pytest.raises(AssertionError, match="MB"):
-        _one(lambda directory: bytearray(MEGABYTES + 1 << 20), tmp_path / "in", "bomb")
+        one(lambda directory: bytearray(MEGABYTES + 1 << 20), tmp_path / "in", "bomb")
 
 
 BOMBS = {
@@ -267,7 +287,7 @@ def test_a_recipe_that_unfolds_is_refused_at_once(tmp_path, name):
         with pytest.raises(SutureError):
             load_recipe(directory / "recipe.yaml")
 
-    _one(load, tmp_path, name)
+    one(load, tmp_path, name)
 
 
 def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path):
@@ -283,7 +303,7 @@ def test_a_compressed_archive_is_refused_before_it_is_unpacked(tmp_path):
         with pytest.raises(SutureError, match="compressed"):
             open_checkpoint(directory)
 
-    _one(load, tmp_path, "zip bomb")
+    one(load, tmp_path, "zip bomb")
 
 
 def test_a_config_with_absurd_sizes_is_refused_before_anything_is_built(valid, tmp_path):
