@@ -62,7 +62,7 @@ def test_four_bits_are_bit_for_bit_those_of_bitsandbytes(kind, dtype, block, dou
             assert bytes(ours[key].tolist()).rstrip() == bytes(tensor.tolist())
         else:
             assert ours[key].dtype == tensor.dtype and torch.equal(ours[key], tensor), key
-    dense = bnb.dequantize_4bit(packed, state)
+    dense = bnb.dequantize_4bit(packed, state).reshape(rows, cols)  # one byte it takes for a row, and turns
     assert torch.equal(quantized.dequantize(), dense)
     assert torch.equal(blockwise_from(theirs, f"{NAME}.weight", "here").dequantize(), dense)
 

@@ -2,6 +2,7 @@
 
 import json
 import mmap
+import os
 import sys
 
 import numpy as np
@@ -134,8 +135,10 @@ def test_j4_weights_that_are_read_when_they_multiply_are_the_same_weights(models
 
 def test_what_is_let_go_keeps_its_values(tmp_path):
     values = torch.arange(1 << 18, dtype=torch.float32)
-    (tmp_path / "file").write_bytes(values.numpy().tobytes())
-    with (tmp_path / "file").open("rb") as file:
+    with (tmp_path / "file").open("wb+") as file:
+        file.write(values.numpy().tobytes())
+        file.flush()
+        os.fsync(file.fileno())  # pages that are not yet on the disk are kept
         mapped = torch.from_numpy(np.frombuffer(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), np.float32))
     own = values.clone()
     assert torch.equal(mapped, values)
