@@ -60,7 +60,7 @@ def _prepare_4bit(kind: bnb.FourBit, source: TensorSource, settings: FourBitSett
     def specs_of(linear: Linear, dtype: str) -> list[Spec]:
         return bnb.specs_4bit(linear, kind, settings.block_size, settings.double_quant)
 
-    return _plan(skeleton, selection, specs_of, f"quantized to {kind}", config)
+    return _plan(skeleton, selection, specs_of, f"quantized to {kind}", config, passes=400)
 
 
 def prepare_int8(source: TensorSource, settings: Int8Settings) -> BitsandbytesPlan:
@@ -68,7 +68,9 @@ def prepare_int8(source: TensorSource, settings: Int8Settings) -> BitsandbytesPl
     skeleton = open_skeleton(source)
     selection = _selection(skeleton, settings)
     config = bnb.config_int8(settings.threshold, _left_alone(skeleton, selection))
-    plan = _plan(skeleton, selection, lambda linear, dtype: bnb.specs_int8(linear), "quantized to int8", config)
+    plan = _plan(
+        skeleton, selection, lambda linear, dtype: bnb.specs_int8(linear), "quantized to int8", config, passes=200
+    )
     return replace(plan, notes=(*plan.notes, _INT8_INPUTS))
 
 
@@ -78,7 +80,9 @@ def _plan(
     specs_of: Callable[[Linear, str], list[Spec]],
     how: str,
     config: dict[str, Any],
+    passes: int,
 ) -> BitsandbytesPlan:
+    """`passes`: over each weight, for the time that it takes."""
     layout, source = skeleton.layout, skeleton.source
     specs, accounts = planned_tensors(source, layout, selection, specs_of, lambda linears: how)
     numels = [[x.numel for group in groups for x in group if x.name in selection.names] for groups in layout.blocks]
@@ -89,6 +93,7 @@ def _plan(
         notes=notes_of(layout, selection),
         n_blocks=len(layout.blocks),
         skipped=selection.skipped,
+        weight_passes=passes * sum(map(sum, numels)),
         working=max(sum(block) + 6 * max(block, default=0) for block in numels),  # made so far, and the layer in hand
         not_stock="" if find_spec("bitsandbytes") else "transformers needs bitsandbytes for it, which is not installed",
         layout=layout,

@@ -12,14 +12,12 @@ own peak, since what one leaves is given back before the next begins:
 from __future__ import annotations
 
 import shutil
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
 import psutil
-import torch
 
 from ..calibrate.skeleton import Skeleton
 from ..checkpoint.errors import SutureError
@@ -27,6 +25,7 @@ from ..checkpoint.header import DTYPES
 from ..checkpoint.layout import Linear
 from ..checkpoint.staging import partial_of
 from ..report.score import LOGIT_BYTES
+from .duration import PROBE, duration
 from .recipe import Recipe
 from .step import PlannedStep, Prepared
 from .texts import Calibration, Evaluation
@@ -36,8 +35,6 @@ _LOADING = 60 << 20  # that stock transformers takes to load, beside the weights
 _FRESH_PROCESS = 400 << 20  # Python, torch and transformers in the process that reloads
 _SMALL = 8  # an output is reloaded as a whole when it is smaller than this part of the memory at hand
 _UNPACKED_BY_WORDS = 2.0  # of a layer in float32: codes of other than 4 bits are unpacked as integers, more than once
-_PROBE = 128  # tokens
-_WRITING = 500e6  # bytes per second
 
 
 @dataclass(frozen=True)
@@ -146,7 +143,7 @@ def estimated(
     base = psutil.Process().memory_info().rss + _IMPORTS
     hidden, waiting, paused = _of_text(skeleton, steps, calibration, batch, available)
     rows = skeleton.source.shapes[skeleton.layout.head or skeleton.layout.embedding][0]
-    logits = 4 * _PROBE * rows
+    logits = 4 * PROBE * rows
 
     def stepping(text: bool) -> int:
         length = calibration.blocks.ids.shape[1] if calibration and text else 0
@@ -172,7 +169,7 @@ def estimated(
     blocks = _verify_blocks(recipe, sizes, n_blocks, packing, *allowed)
     memory["reload"] = _FRESH_PROCESS + _LOADING + sizes.reloaded(blocks, packing) + 3 * logits
     disk, free = _disk(recipe, steps, 2 * hidden + logits)
-    return Estimate(memory, disk, _seconds(skeleton, steps, calibration), paused, blocks, available, free)
+    return Estimate(memory, disk, duration(skeleton, steps, calibration), paused, blocks, available, free)
 
 
 def _of_text(
@@ -242,27 +239,3 @@ def _reclaimable(output: Path) -> int:
     """Bytes that an unfinished run already holds in its place."""
     partial = partial_of(output)
     return sum(file.stat().st_size for file in partial.rglob("*") if file.is_file()) if partial.exists() else 0
-
-
-def _seconds(skeleton: Skeleton, steps: Sequence[PlannedStep], calibration: Calibration | None) -> float:
-    layout = skeleton.layout
-    tokens = calibration.blocks.ids.size if calibration else 0
-    linear_flops = 2 * sum(linear.numel for linear in layout.linears)
-    statistic_flops = 2 * sum(group[0].in_features ** 2 // 2 for groups in layout.blocks for group in groups)
-    rounding_flops = 2 * sum(2 * linear.numel * linear.in_features for linear in layout.linears) if tokens else 0
-    textual = [step.prepared for step in steps if step.kind.needs_text(step.settings)]
-    forwards = sum(prepared.forwards * prepared.reached for prepared in textual)
-    reached = max((prepared.reached for prepared in textual), default=1.0)
-    flops = tokens * (forwards * linear_flops + reached * statistic_flops) + reached * rounding_flops
-    flops += sum(step.prepared.flops for step in steps)
-    return flops / measured_flops() + sum(step.shards.nbytes for step in steps) / _WRITING
-
-
-def measured_flops() -> float:
-    """Multiply-adds per second, twice, of a product of ordinary size on this machine."""
-    a, b = torch.ones(1024, 1024), torch.ones(1024, 1024)
-    torch.mm(a, b)
-    start = time.perf_counter()
-    for _ in range(3):
-        torch.mm(a, b)
-    return 3 * 2 * 1024**3 / max(time.perf_counter() - start, 1e-6)

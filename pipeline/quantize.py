@@ -90,6 +90,7 @@ def prepare(source: TensorSource, settings: RTNSettings, schemes: Mapping[str, S
         reached=(1 + _last_block(layout, selection)) / len(layout.blocks),
         working_blocks=6 if isinstance(settings, LearnSettings) else int(_two_models(settings)),
         working=_working(layout, selection, settings),
+        weight_passes=_passes(settings) * sum(linear.numel for linear in selection.chosen),
         selection=selection,
         schemes=dict(schemes),
         ruled=frozenset(ruled),
@@ -299,6 +300,11 @@ def _working(layout: ModelLayout, selection: Selection, settings: RTNSettings) -
             made = codes * 3 // 2 if isinstance(settings, GPTQSettings) else 0
             most = max(most, held + made)
     return most
+
+
+def _passes(settings: RTNSettings) -> int:
+    """Over each weight: rounding, packing and errors; the search for ranges; GPTQ's columns, which change 32 at a time."""
+    return 280 + 150 * (settings.range_search is not None) + 320 * isinstance(settings, GPTQSettings)
 
 
 def _hessian_bytes(settings: GPTQSettings) -> int:

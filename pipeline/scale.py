@@ -83,8 +83,9 @@ def prepare(source: TensorSource, settings: Settings) -> ScalePlan:
             raise SutureError(f"{source.source}: {tensor} is {source.dtypes[tensor]}, which cannot take a factor")
         accounts[tensor] = Account("changed", (tensor,), "scaled per channel; what reads or makes it takes the inverse")
     fields = {name: getattr(base, name) for name in type(base).__dataclass_fields__}
+    searching = 3.0 if isinstance(settings, AWQSettings) else 2.5  # what factors are tried for costs, in forwards
     return ScalePlan(
-        **fields | {"accounts": accounts, "notes": (*base.notes, *_notes(settings, unreached))},
+        **fields | {"accounts": accounts, "notes": (*base.notes, *_notes(settings, unreached)), "forwards": searching},
         folds=tuple(folds),
         unreached=unreached,
         dense=tuple(dense),

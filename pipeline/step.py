@@ -45,6 +45,7 @@ class Prepared:
     resident: int = 0  # bytes that it holds all along
     token_bytes: int = 0  # and per token of one calibration sequence
     flops: float = 0.0  # beyond its forwards over the calibration text
+    weight_passes: float = 0.0  # numbers of weights that it goes over, a number counted as often as that is
 
     def tokens_after(self, ids: Tensor) -> Tensor:
         """Token ids as the output numbers them; -1 for dropped ones."""
