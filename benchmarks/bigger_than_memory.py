@@ -5,20 +5,18 @@
     python benchmarks/bigger_than_memory.py WORK --what gptq --tokens 8x256
 
 Each run is `suture run`, whole: plan, hashes, preflight, step, verification (the reload by stock transformers is in a
-process of its own), report. A second figure of the peak is the kernel's own when the process ends. What is written is
+process of its own), report. A second figure of the peak is the kernel's own when the processes have ended. What is written is
 removed afterwards.
 """
 
 import argparse
 import json
-import os
 import shutil
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
+from measured import measured
 from random_llama import add_shape_options, asked_shape, write_adapter, write_model
 
 RECIPES = {
@@ -54,22 +52,20 @@ def recipe(work, what, config, tokens, window, max_shard_size):
     return path
 
 
-def measured(work, what, path):
-    """`suture run --json`, its facts and the kernel's figure of its peak."""
-    start = time.perf_counter()
-    with (work / "facts.json").open("w") as out, (work / "messages").open("w") as err:
-        command = [sys.executable, "-m", "suture", "run", str(path), "--json", "--overwrite"]
-        process = subprocess.Popen(command, stdout=out, stderr=err)
-        _, status, usage = os.wait4(process.pid, 0)
-    if status:
-        raise SystemExit((work / "messages").read_text())
+def facts_of(work, what, path):
+    """`suture run --json`: its facts, and what the kernel says of it."""
+    command = [sys.executable, "-m", "suture", "run", str(path), "--json", "--overwrite"]
+    with (work / "facts.json").open("w") as out, (work / "messages").open("w+") as err:
+        usage = measured(command, stdout=out, stderr=err)
     facts = json.loads((work / "facts.json").read_text())
     shutil.rmtree(work / f"out-{what}")
-    return facts, usage.ru_maxrss * 1024, time.perf_counter() - start
+    return facts, usage
 
 
-def show(what, facts, kernel, seconds):
-    print(f"== {what}: {seconds:.1f} s, peak of the process by the kernel {kernel / 1e6:,.0f} MB")
+def show(what, facts, usage):
+    print(
+        f"== {what}: {usage['seconds']:.1f} s, the largest process by the kernel {usage['peak_mb'] * 1.048576:,.0f} MB"
+    )
     for part in facts["memory"]:
         lap = facts["seconds"].get(part)
         predicted = facts["predicted"]["memory"].get(part)
@@ -99,7 +95,7 @@ def main():
         print(f"{nbytes / 1e9:.2f} GB of weights, {arguments.layers} blocks")
         for what in arguments.what:
             path = recipe(arguments.work, what, config, arguments.tokens, arguments.window, arguments.shard)
-            show(what, *measured(arguments.work, what, path))
+            show(what, *facts_of(arguments.work, what, path))
     finally:
         shutil.rmtree(arguments.work)
 

@@ -15,13 +15,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
+
+from measured import measured
 
 import suture
 from suture.calibrate.tokens import load_tokenizer
@@ -40,7 +40,7 @@ def main() -> None:
             ("llm-compressor", _peer_command(options, work, peer)),
         ):
             print(f"round {round_ + 1}: {tool} ...", file=sys.stderr, flush=True)
-            results.setdefault(tool, []).append(_measured(command))
+            results.setdefault(tool, []).append(measured(command, cwd=tempfile.gettempdir()))
     figures = {tool: _median_run(runs) for tool, runs in results.items()}
     for tool in figures:
         report = suture.compare(
@@ -130,19 +130,6 @@ def _peer_command(options: argparse.Namespace, work: Path, python: Path) -> list
     script = str(Path(__file__).with_name("peer_llmcompressor.py"))
     arguments = [options.model, str(work / "ids.json"), str(out), str(options.bits), str(options.group_size)]
     return [str(python), script, *arguments, options.peer_dtype]
-
-
-def _measured(command: list[str]) -> dict[str, float]:
-    """Wall seconds and peak memory (the largest process of the command's) in MB."""
-    start = time.perf_counter()
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=tempfile.gettempdir())
-        _, status, usage = os.wait4(process.pid, 0)
-        process.returncode = os.waitstatus_to_exitcode(status)
-        if process.returncode != 0:
-            log.seek(0)
-            sys.exit(f"{' '.join(command)} failed:\n{log.read()[-3000:]}")
-    return {"seconds": round(time.perf_counter() - start, 1), "peak_mb": round(usage.ru_maxrss / 1024)}
 
 
 def _median_run(runs: list[dict[str, float]]) -> dict[str, float]:

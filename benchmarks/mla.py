@@ -12,14 +12,12 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import resource
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
+from measured import measured
 
 ROWS = {
     "partial RoPE alone": {"rank": 320, "rope_dim": 64},
@@ -79,11 +77,7 @@ def _converted(output: Path, settings: dict, options: argparse.Namespace) -> dic
     }
     path = output.with_suffix(".json")
     path.write_text(json.dumps(recipe))
-    start = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "suture", "run", str(path), "--overwrite"], check=True, stdout=sys.stderr)
-    seconds = time.perf_counter() - start
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1024
-    return {"settings": settings, "seconds": round(seconds, 1), "peak_mb_so_far": round(peak)}
+    return {"settings": settings, **measured([sys.executable, "-m", "suture", "run", str(path), "--overwrite"])}
 
 
 @torch.no_grad()

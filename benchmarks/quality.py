@@ -15,15 +15,14 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from measured import measured
 
 from suture.calibrate.skeleton import Skeleton, open_skeleton
 from suture.checkpoint.reader import open_checkpoint
@@ -193,16 +192,7 @@ def _made(directory: Path, command: list[str], ok: tuple[int, ...] = (0,)) -> di
     record = directory.parent / f"{directory.name}.json"
     if not (record.exists() and directory.exists()):
         print(f"making {directory.name} ...", file=sys.stderr, flush=True)
-        start = time.perf_counter()
-        with tempfile.TemporaryFile("w+") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, cwd=tempfile.gettempdir())
-            _, status, usage = os.wait4(process.pid, 0)
-            process.returncode = os.waitstatus_to_exitcode(status)
-            if process.returncode not in ok:
-                log.seek(0)
-                sys.exit(f"{' '.join(command)} failed:\n{log.read()[-3000:]}")
-        seconds = round(time.perf_counter() - start, 1)
-        record.write_text(json.dumps({"seconds": seconds, "peak_mb": round(usage.ru_maxrss / 1024)}))
+        record.write_text(json.dumps(measured(command, cwd=tempfile.gettempdir(), ok=ok)))
     return {"directory": directory, **json.loads(record.read_text())}
 
 

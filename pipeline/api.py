@@ -15,6 +15,7 @@ from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import write_whole
 from ..report.document import SCHEMA_VERSION, Report, framed, make_report, write_report
 from ..report.page import render
+from ..report.score import KeptStates
 from .costs import cost_of
 from .generation_runs import plan_generation, refuse_models_beyond_memory, run_generation
 from .plan import choose_device
@@ -120,13 +121,28 @@ def compare(
     >>> found.ratio, found.low, found.high  # a model against itself
     (1.0, 1.0, 1.0)
     """
+    return _compare(base, candidate, data, output, device, progress, latency, crew, None, settings)
+
+
+def _compare(
+    base: str | Path,
+    candidate: str | Path,
+    data: str,
+    output: str | Path | None,
+    device: str,
+    progress: Progress | None,
+    latency: bool,
+    crew: Crew,
+    kept: KeptStates | None,
+    settings: dict[str, Any],
+) -> Report:
     progress = progress or default_progress()
     wanted = make_recipe(
         {"model": str(base), "steps": [{"rtn": {}}], "output": "unused", "report": {"data": data, **settings}}, "report"
     ).report
     assert isinstance(wanted, ReportSettings)
     checkpoints = {"base": open_checkpoint(base), "candidate": open_checkpoint(candidate)}
-    scorer = Scorer.of(checkpoints["base"], checkpoints["candidate"], choose_device(device), progress.track, crew)
+    scorer = Scorer.of(checkpoints["base"], checkpoints["candidate"], choose_device(device), progress.track, crew, kept)
     skeletons = scorer.models
     rows = {name: s.source.shapes[s.layout.embedding][0] for name, s in skeletons.items()}
     if rows["base"] != rows["candidate"]:
@@ -217,12 +233,10 @@ def compare_all(
         raise SutureError("no candidate to compare", "give at least one model beside the base")
     if len({str(candidate) for candidate in candidates}) < len(candidates):
         raise SutureError("a candidate is given twice", "give each model once")
-    reports = {}
+    reports, kept = {}, KeptStates() if len(candidates) > 1 else None
     for number, candidate in enumerate(candidates):
         target = None if output is None else Path(output) / f"{number + 1}-{Path(candidate).name.replace(':', '-')}"
-        reports[str(candidate)] = compare(
-            base, candidate, data, output=target, device=device, progress=progress, crew=crew, **settings
-        )
+        reports[str(candidate)] = _compare(base, candidate, data, target, device, progress, False, crew, kept, settings)
     comparison = Comparison(reports)
     if output is not None:
         content = {"schema_version": SCHEMA_VERSION, "reports": comparison.contents}

@@ -22,7 +22,7 @@ from ..checkpoint.staging import Staging, write_whole
 from ..quant.decode import open_decoded
 from ..report.document import ScoredSet
 from ..report.fidelity import noise_floor
-from ..report.score import compare_tokens, score, together, vocabulary
+from ..report.score import KeptStates, compare_tokens, score, together, vocabulary
 from ..report.windows import Windows
 from .texts import Evaluation
 
@@ -53,7 +53,9 @@ class ScoreJob:
         found = {name: open_decoded(open_checkpoint(self.paths[name]), self.device) for name in sorted({*self.of})}
         crew.gather(self.share(found, crew, lambda items, total, label: iter(items)))
 
-    def share(self, models: dict[str, Skeleton], crew: Crew, track: Track) -> npt.NDArray[Any]:
+    def share(
+        self, models: dict[str, Skeleton], crew: Crew, track: Track, kept: KeptStates | None = None
+    ) -> npt.NDArray[Any]:
         """The figures of this process's windows."""
         spill = self.spill and crew.own(self.spill)
         how = (self.windows, track, self.label, self.budget // crew.size, spill)
@@ -61,7 +63,7 @@ class ScoreJob:
         if len(self.of) == 1:
             return score(models[self.of[0]], *how, share=mine)
         base, candidate = (models[name] for name in self.of)
-        return compare_tokens(base, candidate, *how, rounded=self.rounded, share=mine)
+        return compare_tokens(base, candidate, *how, rounded=self.rounded, share=mine, kept=kept)
 
 
 @dataclass(frozen=True)
@@ -72,15 +74,22 @@ class Scorer:
     paths: dict[str, Path]
     track: Track
     crew: Crew = ALONE
+    kept: KeptStates | None = None  # where the base meets more candidates than this
 
     @classmethod
     def of(
-        cls, base: Checkpoint, candidate: Checkpoint, device: torch.device, track: Track, crew: Crew = ALONE
+        cls,
+        base: Checkpoint,
+        candidate: Checkpoint,
+        device: torch.device,
+        track: Track,
+        crew: Crew = ALONE,
+        kept: KeptStates | None = None,
     ) -> Scorer:
         """Raises SutureError when one of them cannot be decoded."""
         given = {"base": base, "candidate": candidate}
         models = {name: open_decoded(checkpoint, device) for name, checkpoint in given.items()}
-        return cls(models, {name: checkpoint.path for name, checkpoint in given.items()}, track, crew)
+        return cls(models, {name: checkpoint.path for name, checkpoint in given.items()}, track, crew, kept)
 
     @property
     def base(self) -> Skeleton:
@@ -102,7 +111,8 @@ class Scorer:
         """(n_scored,) in the plan's order: `score` of one model, or `compare_tokens` of two."""
         job = ScoreJob(of, self.paths, self.base.device.type, windows, label, budget, spill, rounded)
         self.crew.share(job)
-        return together(windows, self.crew.gather(job.share(self.models, self.crew, self.track)))
+        kept = self.kept if self.crew.size == 1 else None
+        return together(windows, self.crew.gather(job.share(self.models, self.crew, self.track, kept)))
 
 
 def score_set(

@@ -14,6 +14,7 @@ scores in order: the numbers are those of one process, to the bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +70,26 @@ def score(
     return _in_order(nll, np.dtype(np.float64))
 
 
+@dataclass
+class KeptStates:
+    """A base's last hidden states, for the next candidate that is compared with it on the same windows."""
+
+    limit: int = 2 << 30  # bytes of all of them
+    held: int = 0
+    batches: dict[str, list[Batch]] = field(default_factory=dict)  # by the windows' tokens
+
+    def through(self, windows: Windows, width: int, states: Callable[[], Iterator[Batch]]) -> Iterator[Batch]:
+        """The windows' states, of `width` numbers a token: kept ones, or `states()`, which are kept if there is room."""
+        key = windows.tokens_sha256
+        if key not in self.batches:
+            size = 4 * width * sum(ids.size for ids in windows.ids)
+            if self.held + size > self.limit:
+                return states()
+            self.held += size
+            self.batches[key] = list(states())
+        return iter(self.batches[key])
+
+
 @torch.no_grad()
 def compare_tokens(
     base: Skeleton,
@@ -81,13 +102,14 @@ def compare_tokens(
     batch_tokens: int = 2048,
     rounded: torch.dtype | None = None,
     share: Share = WHOLE,
+    kept: KeptStates | None = None,
 ) -> npt.NDArray[Any]:
     """One row per scored token in the plan's order, (n_scored,) of `fidelity.TOKEN_FIELDS`.
 
     spill: where states go that do not fit; two files, with `-base` and `-candidate` after its stem.
     rounded: the candidate's hidden state is rounded to this dtype after each block, as a model does that computes in
     it; with `candidate` the base itself this measures the noise of that arithmetic.
-    share: as for `score`.
+    share: as for `score`. kept: of this base, and with no share.
     Raises SutureError: models of different vocabularies; a window that gives NaN, with the model's name.
     """
     if vocabulary(base) != vocabulary(candidate):
@@ -103,9 +125,13 @@ def compare_tokens(
     each = budget // 2
     files = {name: spill and spill.with_name(f"{spill.stem}-{name}{spill.suffix}") for name in ("base", "candidate")}
     itself = candidate is base and rounded is None  # then its blocks run once
-    quiet = _fits(base, each) and not itself  # then both go side by side, under one progress bar
+    quiet = _fits(base, each) and not itself and kept is None  # then both go side by side, under one progress bar
     follow = _untracked if quiet else track
-    ours = _hidden_states(base, windows, share, follow, f"{label}: base", each, files["base"], batch_tokens)
+
+    def states() -> Iterator[Batch]:
+        return _hidden_states(base, windows, share, follow, f"{label}: base", each, files["base"], batch_tokens)
+
+    ours = states() if kept is None else kept.through(windows, int(base.hf_config.hidden_size), states)
     theirs = _hidden_states(candidate, windows, share, track, label, each, files["candidate"], batch_tokens, rounded)
     if not quiet and not itself:
         ours = iter(list(ours))

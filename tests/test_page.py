@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 import suture
+from suture.report import score as scoring
 from suture.report.card import card, front_matter, is_ours
 from suture.report.charts import pareto_front
 from suture.report.clusters import paired
@@ -100,6 +101,27 @@ def test_the_page_is_one_self_contained_file(home):
         assert warning in text
     assert "prefers-color-scheme: dark" in page and "@media print" in page and 'lang="en"' in page
     assert outputs[0]._repr_html_().startswith("<iframe srcdoc=")
+
+
+def test_the_base_goes_through_the_text_once_for_all_candidates(home, monkeypatch):
+    """And each candidate's figures are those that it has alone."""
+    directory, outputs, compared = home
+    passes, real = [], scoring._hidden_states
+
+    def counted(skeleton, windows, *given):
+        passes.append((str(skeleton.source.source), windows.n_windows))
+        return real(skeleton, windows, *given)
+
+    monkeypatch.setattr(scoring, "_hidden_states", counted)
+    names = [run.output for run in outputs]
+    again = suture.compare_all(directory / "model", names, str(directory / "ids.jsonl"), window=24)
+    all_windows = max(n for _, n in passes)
+    assert passes.count((str(directory / "model"), all_windows)) == 1
+    assert all(passes.count((str(name), all_windows)) == 1 for name in names)
+    assert again.contents == compared.contents
+    alone = suture.compare(directory / "model", names[1], str(directory / "ids.jsonl"), window=24)
+    assert alone.content["metrics"] == again.contents[1]["metrics"]
+    assert alone.content["sets"] == again.contents[1]["sets"]
 
 
 def test_a_comparison_shows_every_candidate(home):
