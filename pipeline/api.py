@@ -225,6 +225,7 @@ def compare_all(
     output: str | Path | None = None,
     device: str = "auto",
     progress: Progress | None = None,
+    latency: bool = False,
     crew: Crew = ALONE,
     **settings: Any,
 ) -> Comparison:
@@ -236,7 +237,9 @@ def compare_all(
     reports, kept = {}, KeptStates() if len(candidates) > 1 else None
     for number, candidate in enumerate(candidates):
         target = None if output is None else Path(output) / f"{number + 1}-{Path(candidate).name.replace(':', '-')}"
-        reports[str(candidate)] = _compare(base, candidate, data, target, device, progress, False, crew, kept, settings)
+        reports[str(candidate)] = _compare(
+            base, candidate, data, target, device, progress, latency, crew, kept, settings
+        )
     comparison = Comparison(reports)
     if output is not None:
         content = {"schema_version": SCHEMA_VERSION, "reports": comparison.contents}
