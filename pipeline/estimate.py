@@ -98,7 +98,7 @@ class _Sizes:
         held = self.largest
         if packing.copied or self.experts:
             held += self.loaded(blocks, packing) - self.stored_outside
-        return held + int(self.layer * (packing.on_the_way if packing.nbytes else 1))
+        return held + int(self.layer * (packing.on_the_way if packing.nbytes else 0.5))
 
 
 @dataclass(frozen=True)
