@@ -83,9 +83,8 @@ def _of_step(skeleton: Skeleton, step: PlannedStep, calibration: Calibration | N
         samples, length = calibration.blocks.ids.shape
         tokens = samples * length * prepared.reached
         groups = [group[0].in_features for groups in layout.blocks for group in groups]
-        flops += (
-            tokens * prepared.forwards * (2 * numbers + 8 * length * hidden * len(layout.blocks))
-        )  # attention at half the rate
+        attention = 2 * 4 * length * hidden * len(layout.blocks)  # per token; twice, for it has half the rate
+        flops += tokens * prepared.forwards * (2 * numbers + attention)
         flops += tokens * sum(width**2 for width in groups)  # second moments, of which half is computed
         flops += prepared.reached * sum(3 * linear.numel * linear.in_features for linear in layout.linears)
         flops += prepared.reached * sum(1.8 * width**3 for width in groups)

@@ -23,7 +23,7 @@ def own_process() -> None:
     gc.set_threshold(*_IMPORTING)
     atexit.register(gc.freeze)
     quota = processor_quota()
-    if quota is not None and quota < (os.cpu_count() or 1):
+    if quota is not None and quota < _processors():
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, int(quota))))
 
 
@@ -31,6 +31,11 @@ def imports_done() -> None:
     """Collect as Python usually does from here on: what refers to itself may hold a block's weights."""
     if gc.get_threshold() == _IMPORTING:
         gc.set_threshold(*_USUAL)
+
+
+def _processors() -> int:
+    """Those that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def processor_quota(root: Path = Path("/")) -> float | None:
@@ -47,7 +52,8 @@ def _groups(root: Path) -> list[Path]:
         return []
     groups = []
     for line in lines:
-        _, controllers, path = line.split(":", 2)
+        _, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
         if controllers and "cpu" not in controllers.split(","):
             continue
         top = root / "sys/fs/cgroup" / ("cpu" if controllers else "")

@@ -29,6 +29,7 @@ def groups(root, lines, files):
         ("3:memory:/x\n", {"memory/x/cpu.max": "100000 100000"}, None),
         ("0::/a\n", {"a/cpu.max": "nonsense"}, None),
         ("0::/a\n", {}, None),
+        ("nonsense\n\n", {}, None),
     ],
 )
 def test_the_quota_is_the_least_of_all_groups_around(tmp_path, lines, files, expected):
@@ -41,12 +42,13 @@ def test_a_system_without_control_groups_has_no_quota(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("quota", "given", "expected"), [(1.9, None, "1"), (0.3, None, "1"), (1.9, "7", "7"), (None, None, "")]
+    ("quota", "processors", "given", "expected"),
+    [(1.9, 8, None, "1"), (0.3, 8, None, "1"), (1.9, 8, "7", "7"), (None, 8, None, ""), (7.9, 2, None, "")],
 )
-def test_threads_follow_the_quota_unless_the_user_chose(quota, given, expected):
+def test_threads_follow_the_quota_unless_the_user_chose(quota, processors, given, expected):
     code = (
         "import os, suture.pipeline.process as process\n"
-        f"process.processor_quota, os.cpu_count = lambda: {quota}, lambda: 8\n"
+        f"process.processor_quota, process._processors = lambda: {quota}, lambda: {processors}\n"
         "process.own_process(); print(os.environ.get('OMP_NUM_THREADS', ''))"
     )
     environment = {k: v for k, v in os.environ.items() if k != "OMP_NUM_THREADS"} | (
