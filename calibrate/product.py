@@ -12,7 +12,8 @@ in builds of torch without oneDNN, layers compute as they always do.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -29,6 +30,31 @@ def product_by_rows(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         rows = weight[start : start + step]
         y[..., start : start + step] = nn.functional.linear(x, wide[: len(rows)].copy_(rows))
     return y if bias is None else y.add_(bias)
+
+
+class ProductAsRead(torch.autograd.Function):
+    """`product_by_rows` with a weight that is read for it, and again for the gradient of x: nothing of it stays."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, read: Callable[[], Tensor], bias: Tensor | None) -> Tensor:
+        """x [..., in], read() [out, in], which gets no gradient, nor does bias; in x's dtype, or in autocast's."""
+        ctx.read, ctx.dtype = read, x.dtype
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+            bias = None if bias is None else bias.to(x.dtype)
+        return product_by_rows(x, read(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (g,) = grads
+        weight = ctx.read()
+        n, step = len(weight), max(1, _PIECE // weight.shape[1])
+        wide = g.new_empty(min(step, n), weight.shape[1])
+        found = g.new_zeros(*g.shape[:-1], weight.shape[1])
+        for start in range(0, n, step):
+            rows = weight[start : start + step]
+            found += g[..., start : start + step] @ wide[: len(rows)].copy_(rows)
+        return found.to(ctx.dtype), None, None
 
 
 class Product(nn.Linear):

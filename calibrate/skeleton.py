@@ -28,7 +28,7 @@ from ..checkpoint.layout import ModelLayout, Place, resolve_layout, text_config
 from ..checkpoint.source import ReadsAhead, TensorSource
 from .experts import UnfusedExperts
 from .memory import trim_memory
-from .product import product_by_rows
+from .product import ProductAsRead
 
 
 @dataclass(frozen=True)
@@ -176,9 +176,9 @@ class Skeleton:
 
     @contextlib.contextmanager
     def reading_as_needed(self) -> Iterator[None]:
-        """For few forwards: while inside, what is loaded leaves out the weights of linear layers. Each is read when its
-        forward runs, and stays in its stored dtype but for some rows at a time. Experts are loaded as ever: they may share
-        a tensor, which would be read for each."""
+        """For few forwards, or little memory: while inside, what is loaded leaves out the weights of linear layers. Each is
+        read when its forward runs, and when its gradient is taken, and stays in its stored dtype but for some rows at a
+        time. Experts are loaded as ever: they may share a tensor, which would be read for each."""
         names = [
             f"{path}.weight"
             for path, module in self.model.named_modules()
@@ -334,11 +334,19 @@ _KEPT_ARGUMENTS = 32  # a mask of isolated pieces is as large as the square of i
 
 
 def _reading(source: TensorSource, tensor: str, module: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A linear layer's forward that reads its weight first."""
+    """A linear layer's forward that reads its weight first, and is differentiable in its input."""
+    checked = False
+
+    def read() -> Tensor:
+        nonlocal checked
+        weight = source.read(tensor)
+        if not checked:
+            finite(weight, tensor, source.source)
+            checked = True
+        return weight
 
     def forward(input: Tensor) -> Tensor:
-        weight = finite(source.read(tensor), tensor, source.source)
-        return product_by_rows(input, weight, module._parameters.get("bias"))
+        return ProductAsRead.apply(input, read, module._parameters.get("bias"))
 
     return forward
 

@@ -31,12 +31,10 @@ def forward_kl(logits: Tensor, ids: Tensor, log_p: Tensor) -> Tensor:
     return (p * (log_p - log_q)).sum(-1) + rest_p * (rest_p / rest_q).log()
 
 
-def next_token(logits: Tensor, ids: Tensor, predicted: Tensor) -> Tensor:
-    """Mean negative log-likelihood of those of ids [1, T] that are `predicted` [T] (bool, never the first one), under
-    logits [1, T, vocabulary]; zero where none are."""
-    targets = torch.where(predicted[1:], ids[0, 1:], -100)
-    total = torch.nn.functional.cross_entropy(logits[0, :-1].float(), targets, reduction="sum")
-    return total / predicted[1:].sum().clamp_min(1)
+def next_token(logits: Tensor, targets: Tensor) -> Tensor:
+    """Negative log-likelihood [...] in nats of token ids `targets` [...] under logits [..., vocabulary]; zero for -100."""
+    found = torch.nn.functional.cross_entropy(logits.float().flatten(0, -2), targets.flatten(), reduction="none")
+    return found.view(targets.shape)
 
 
 def rate_at(step: int, steps: int, warmup: float) -> float:

@@ -107,7 +107,9 @@ class HealSettings(_Strict):
         None, ge=1, description="lora, full: steps between checkpoints and points of the curve; default 25"
     )
     recompute: bool | None = Field(
-        None, description="lora, full: run blocks again in the backward pass, for less memory; default false"
+        None,
+        description="lora, full: run blocks and the head again in the backward pass, for less memory; default true with "
+        "weights: stored, else false",
     )
     optimizer: Literal["adamw", "adamw8bit"] | None = Field(
         None, description="lora, full: AdamW, or with 8-bit moments by bitsandbytes, for less memory; default adamw"
@@ -118,6 +120,11 @@ class HealSettings(_Strict):
     r: int | None = Field(None, ge=1, description="lora: rank; default 16")
     alpha: float | None = Field(None, gt=0, description="lora: the change is alpha / r times B A; default 32")
     targets: list[str] | None = Field(None, min_length=1, description="lora: layers; default [all-linear]")
+    weights: Literal["float32", "stored"] | None = Field(
+        None,
+        description="lora: the model's own: in float32 in memory; or as they are stored, each layer's unpacked whenever it "
+        "multiplies, for less memory; default stored where the model is quantized and no rounding is given",
+    )
     rounding: RoundingSettings | None = Field(
         None, description="lora: train with weights rounded as the next step, rtn with these settings, will round them"
     )
@@ -136,12 +143,21 @@ class HealSettings(_Strict):
             given = [key for key in keys if getattr(self, key) is not None]
             if given and self.method not in methods:
                 raise ValueError(f"{given[0]} belongs to method: {' or '.join(methods)}, not to {self.method}")
+        if self.weights == "stored" and self.rounding is not None:
+            raise ValueError("weights: stored cannot go with rounding, which makes new weights of them at every step")
         return self
 
     def value(self, key: str) -> Any:
         """The setting, or the method's own value for it."""
         given = getattr(self, key)
+        if given is None and key == "recompute":
+            return self.weights == "stored"
         return _DEFAULTS[self.method][key] if given is None else given
+
+    def beside(self, quantized: bool) -> HealSettings:
+        """With the value that depends on whether the model is quantized."""
+        stored = quantized and self.rounding is None
+        return self.model_copy(update={"weights": self.weights or ("stored" if stored else "float32")})
 
     @property
     def on_answers(self) -> bool:
@@ -167,7 +183,7 @@ _OF_METHOD: dict[tuple[Method, ...], tuple[str, ...]] = {
         "checkpoint",
         "recompute",
     ),
-    ("lora",): ("r", "alpha", "targets", "rounding"),
+    ("lora",): ("r", "alpha", "targets", "weights", "rounding"),
 }
 _WHOLE: dict[str, Any] = {
     "tokens": 500_000,
@@ -178,7 +194,7 @@ _WHOLE: dict[str, Any] = {
     "loss_on": "all",
     "optimizer": "adamw",
     "checkpoint": 25,
-    "recompute": False,
+    "weights": "float32",
 }
 _DEFAULTS: dict[Method, dict[str, Any]] = {
     "blocks": {"parts": "attention", "epochs": 4, "rate": 0.01},

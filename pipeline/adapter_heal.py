@@ -56,6 +56,7 @@ def heal(
     if chosen.method != "lora":
         raise SutureError(f"heal: method: {chosen.method} changes weights; an adapter is method: lora", "leave it out")
     (checkpoint, student), (original, source) = open_dense(model), open_dense(teacher)
+    chosen = chosen.beside(checkpoint.quantization is not None)
     check_output(output, checkpoint.path, overwrite, resume)
     check_output(output, original.path, overwrite, resume)
     same_vocabulary(source, student)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,7 @@ from ..quant.decode import dense_view
 from .heal_rounding import round_in_loop
 from .judge import Split
 
+PIECE = 1 << 22  # logits that are there at once when they are made again
 _NOTHING = 1e-7  # nats per token: a divergence that float32 sums leave between equal models
 
 
@@ -92,56 +94,37 @@ def train_job(
     """Train factors for the job's linears, or its named parameters."""
     settings, text = job.settings, job.parts.text
     n, length = len(job.parts.train), text.ids.shape[1]
-    ids, positions = text.batches(1)
-    counted, predicted = (torch.from_numpy(x) for x in (job.parts.counted, job.parts.predicted))
-    targets = [np.load(file, mmap_mode="r") for file in job.teacher]
-    for index in range(student.n_blocks):
-        student.load_block(index)
-    student.load_head()
-    factors = new_factors(student, settings, job.linears) if settings.method == "lora" else {}
-    groups = _groups(student, settings, factors, job.names)
-    scale = settings.value("alpha") / settings.value("r") if factors else 0.0
-    if settings.rounding is None:
-        handles: list[Any] = hook_factors(student, factors, scale)
-    else:
-        handles = list(round_in_loop(student, settings.rounding, factors, scale))
-    keep = torch.arange(length)
-
-    def logits(sequence: int) -> Tensor:
-        hidden, at = student.embed(ids[sequence], positions[sequence]), positions[sequence]
-        with arithmetic(settings, student.device):
-            for index in range(student.n_blocks):
-                if settings.value("recompute") and torch.is_grad_enabled():
-                    hidden = checkpoint(student.block_forward, index, hidden, None, at, use_reentrant=False)
-                else:
-                    hidden = student.block_forward(index, hidden, positions=at)
-            return student.head_forward(hidden, keep)
-
-    def divergence(sequence: int, found: Tensor) -> Tensor:
-        of_teacher = (torch.from_numpy(np.array(part[sequence])).to(student.device) for part in targets)
-        return forward_kl(found[0], *of_teacher)[counted[sequence].to(student.device)].mean()
-
-    weight = settings.value("next_token")
-
-    def loss(sequence: int) -> Tensor:
-        found = logits(sequence)
-        total = divergence(sequence, found)
-        if weight:
-            total = total + weight * next_token(
-                found, *(x.to(student.device) for x in (ids[sequence], predicted[sequence]))
-            )
-        return total
-
-    def held_out(sequence: int) -> Tensor:
-        return divergence(sequence, logits(sequence))
-
-    options = options_of(settings, length)
-    weights = counted.sum(1).tolist()
-    start = torch.load(job.saved, weights_only=True) if job.saved.exists() else None
-    team = Team(crew.rank, crew.size, crew.sum)
-    curve = train(loss, groups, held_out, weights, n, options, start=start, save=save, track=track, team=team)
-    for handle in handles:
-        handle.remove()
+    with contextlib.ExitStack() as stack:
+        if settings.value("weights") == "stored":
+            stack.enter_context(student.reading_as_needed())
+        for index in range(student.n_blocks):
+            student.load_block(index)
+        student.load_head()
+        factors = new_factors(student, settings, job.linears) if settings.method == "lora" else {}
+        groups = _groups(student, settings, factors, job.names)
+        scale = settings.value("alpha") / settings.value("r") if factors else 0.0
+        if settings.rounding is None:
+            handles: list[Any] = hook_factors(student, factors, scale)
+        else:
+            handles = list(round_in_loop(student, settings.rounding, factors, scale))
+        for handle in handles:
+            stack.callback(handle.remove)
+        lesson = Lesson(job, student)
+        options = options_of(settings, length)
+        start = torch.load(job.saved, weights_only=True) if job.saved.exists() else None
+        team = Team(crew.rank, crew.size, crew.sum)
+        curve = train(
+            lesson.loss,
+            groups,
+            lesson.held_out,
+            lesson.weights,
+            n,
+            options,
+            start=start,
+            save=save,
+            track=track,
+            team=team,
+        )
     done = int(curve[-1]["step"])
     trained = Trained(
         {module: Factors(A.detach().cpu(), B.detach().cpu()) for module, (A, B) in factors.items()},
@@ -155,6 +138,64 @@ def train_job(
     student.free_head()
     release_memory(4 * sum(math.prod(shape) for shape in student.source.shapes.values()))
     return trained
+
+
+class Lesson:
+    """What a sequence costs the student, whose weights are loaded: its divergence from the teacher, and more."""
+
+    def __init__(self, job: Job, student: Skeleton) -> None:
+        text, self.student, self.settings = job.parts.text, student, job.settings
+        self.ids, self.positions = text.batches(1)
+        self.counted, predicted = (torch.from_numpy(x) for x in (job.parts.counted, job.parts.predicted))
+        self.weights: list[int] = self.counted.sum(1).tolist()  # tokens of each sequence
+        self.teacher = [np.load(file, mmap_mode="r") for file in job.teacher]
+        following = torch.cat((torch.from_numpy(text.ids)[:, 1:], torch.zeros(len(text.ids), 1)), 1).long()
+        shown = torch.cat((predicted[:, 1:], torch.zeros(len(text.ids), 1, dtype=torch.bool)), 1)
+        self.targets = torch.where(shown, following, -100)  # of each token, the one to be predicted after it
+        vocabulary = student.source.shapes[student.layout.embedding][0]
+        self.piece = max(16, PIECE // vocabulary)  # tokens
+
+    def loss(self, sequence: int) -> Tensor:
+        """To be minimized."""
+        divergence, nll = self._found(sequence)
+        weight = self.settings.value("next_token")
+        if not weight:
+            return divergence
+        tokens = (self.targets[sequence] != -100).sum().clamp_min(1).to(nll.device)
+        return divergence + weight * nll / tokens
+
+    def held_out(self, sequence: int) -> Tensor:
+        """Divergence, in nats per token that counts."""
+        return self._found(sequence)[0]
+
+    def _found(self, sequence: int) -> tuple[Tensor, Tensor]:
+        """Mean divergence over the tokens that count, and the negative log-likelihood of those to be predicted, in all."""
+        hidden, at = self.student.embed(self.ids[sequence], self.positions[sequence]), self.positions[sequence]
+        small = self.settings.value("recompute")
+
+        def run(part: Callable[..., Any], *given: Any) -> Any:
+            again = small and torch.is_grad_enabled()
+            return checkpoint(part, *given, use_reentrant=False) if again else part(*given)
+
+        with arithmetic(self.settings, self.student.device):
+            for index in range(self.student.n_blocks):
+                hidden = run(self.student.block_forward, index, hidden, None, at)
+            length = hidden.shape[1]
+            pieces = torch.arange(length).split(self.piece if small else length)
+            found = [run(self._of_piece, hidden, piece, sequence) for piece in pieces]
+        divergence, nll = (torch.stack(parts).sum() for parts in zip(*found, strict=True))
+        return divergence / self.weights[sequence], nll
+
+    def _of_piece(self, hidden: Tensor, piece: Tensor, sequence: int) -> tuple[Tensor, Tensor]:
+        """Sums over tokens `piece` of the sequence."""
+        device = self.student.device
+        logits = self.student.head_forward(hidden, piece)[0]
+        rows = slice(int(piece[0]), int(piece[-1]) + 1)
+        of_teacher = (torch.from_numpy(np.array(part[sequence, rows])).to(device) for part in self.teacher)
+        divergence = (forward_kl(logits, *of_teacher) * self.counted[sequence, rows].to(device)).sum()
+        if not self.settings.value("next_token"):
+            return divergence, torch.zeros((), device=device)
+        return divergence, next_token(logits, self.targets[sequence, rows].to(device)).sum()
 
 
 def new_factors(student: Skeleton, settings: HealSettings, linears: Sequence[Linear]) -> dict[str, list[Tensor]]:

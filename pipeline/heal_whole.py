@@ -30,7 +30,7 @@ from ..lora.settings import HealSettings
 from ..lora.train import check_optimizer
 from ..quant.block import weight_of
 from ..quant.targets import select
-from .heal_train import Job, Trained, options_of, train_job
+from .heal_train import PIECE, Job, Trained, options_of, train_job
 from .judge import Split
 from .progress import Progress
 
@@ -85,21 +85,28 @@ def costs_of(
     """`full`: parameters that are trained themselves, when no factors are."""
     r = settings.value("r") if settings.method == "lora" else 0
     trained = sum(r * (x.out_features + x.in_features) for x in linears) if r else full
-    weights = 4 * sum(prod(shape) for shape in source.shapes.values())
     tokens, again = settings.value("tokens"), bool(settings.value("recompute"))
     rows, width = source.shapes[layout.embedding]
+    in_use = list(source.shapes.values())
+    model = "the whole model in float32 in memory"
+    if settings.value("weights") == "stored":
+        read = {x.place.tensor for x in layout.linears if x.expert is None} | {layout.embedding, layout.head}
+        in_use = [shape for name, shape in source.shapes.items() if name not in read]
+        model = "the model's layers read when they multiply, and the rest in memory"
+    weights = 4 * sum(map(prod, in_use))
     blocks = [sum(x.in_features + 3 * x.out_features for group in block for x in group) for block in layout.blocks]
-    kept = max(blocks) + len(blocks) * width if again else sum(blocks)
-    per_token = 4 * (kept + 3 * rows)  # what the backward pass waits for, and the logits three times
+    kept = max(blocks) + len(blocks) * width if again else sum(blocks) + 3 * rows
+    per_token = 4 * kept  # what the backward pass waits for, and the logits three times
     # multiply-adds of forward, of the backward pass for inputs, and with full weights of that for weights
     state = _STATE_BYTES[settings.value("optimizer")]
     passes = (4 if r else 6) + (2 if again else 0)
     note = (
         f"heal: trains {trained:,} parameters, {state} bytes each ({state * trained / 1e6:,.0f} MB), on about "
-        f"{tokens:,} tokens, with the whole model in float32 in memory ({weights / 1e6:,.0f} MB) and activations of "
-        f"about {per_token / 1e3:,.0f} kB per token of one sequence"
+        f"{tokens:,} tokens, with {model} ({weights / 1e6:,.0f} MB) and activations of about {per_token / 1e3:,.0f} kB per "
+        "token of one sequence"
     )
-    return Costs(note, weights + state * trained, per_token, passes * tokens * sum(x.numel for x in layout.linears))
+    resident = weights + state * trained + (3 * 4 * PIECE if again else 0)
+    return Costs(note, resident, per_token, passes * tokens * sum(x.numel for x in layout.linears))
 
 
 def notes_of(settings: HealSettings) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ import torch
 from kit import ids_file, make, read, run
 from transformers import AutoModelForCausalLM
 
+from suture.calibrate import product
 from suture.calibrate.fit import Fitted
 from suture.calibrate.tokens import pack_calibration
 from suture.checkpoint.errors import SutureError
@@ -414,6 +415,85 @@ def test_an_adapter_heals_a_quantized_model_from_beside_it_and_peft_loads_the_pa
     with pytest.raises(SutureError, match="method: full changes weights"):
         heal(quantized, home / "never", teacher=original, calibration=text, method="full")
     assert not (home / "never").exists() and not (home / "never.partial").exists()
+
+
+@pytest.mark.parametrize("name", ["Q2", "MX"])
+@pytest.mark.parametrize("format_", ["nf4", "rtn"])
+def test_a_quantized_base_is_trained_beside_without_being_unpacked_to_the_same_curve(name, format_, home, monkeypatch):
+    """Weights read when they multiply, blocks and the head run again in pieces: the numbers of all of it in memory."""
+    if not (home / name).exists():
+        make(name, home / name)
+    quantized = home / f"{name}-{format_}"
+    step = {"nf4": {"block_size": 64}} if format_ == "nf4" else {"rtn": {"bits": 3, "group_size": 8}}
+    if not quantized.exists():
+        run({"model": str(home / name), "output": str(quantized), "steps": [step]})
+    text = {"data": str(home / "ids.jsonl"), "samples": 12, "length": 24}
+    settings = {"r": 4, "rate": 0.01, "tokens": 24 * 4 * 6, "batch": 4, "top_k": 32, "next_token": 0.3, "checkpoint": 2}
+    monkeypatch.setattr(heal_train, "PIECE", 1)  # sixteen tokens' logits at a time
+    seen, loaded = [], []
+    monkeypatch.setattr(adapter_heal, "judge", lambda *given: replace(judge(*given), better=True))
+
+    def watched(job, student, *given):
+        trained = train_job(job, student, *given)
+        seen.append(job.settings)
+        return trained
+
+    def lesson(job, student):
+        layers = [x for x in student.layout.linears if x.expert is None]
+        loaded.append(sum(not student.model.get_parameter(f"{x.module}.weight").is_meta for x in layers))
+        return Lesson(job, student)
+
+    train_job, Lesson = heal_train.train_job, heal_train.Lesson
+    monkeypatch.setattr(heal_whole, "train_job", watched)
+    monkeypatch.setattr(heal_train, "Lesson", lesson)
+    curves = []
+    for more in ({}, {"weights": "float32"}):
+        heal(quantized, home / "either", teacher=home / name, calibration=text, overwrite=True, **settings, **more)
+        curves.append(read_manifest(home / "either")["receipts"][0]["curve"])
+    assert [x.weights for x in seen] == ["stored", "float32"]
+    assert [x.value("recompute") for x in seen] == [True, False]
+    assert loaded[0] == 0 < loaded[1]
+    for stored, resident in zip(*curves, strict=True):
+        assert stored == pytest.approx(resident, rel=1e-4)
+    assert curves[0][-1]["loss"] < curves[0][1]["loss"]
+
+
+def test_weights_as_they_are_stored_do_not_go_with_rounding_in_the_loop():
+    with pytest.raises(ValueError, match="weights: stored cannot go with rounding"):
+        HealSettings(method="lora", weights="stored", rounding={"bits": 3, "group_size": 8})
+    with pytest.raises(ValueError, match="weights belongs to method: lora"):
+        HealSettings(method="full", weights="stored")
+    chosen = HealSettings(method="lora", rounding={"bits": 3, "group_size": 8})
+    assert chosen.beside(True).weights == "float32" and HealSettings(method="lora").beside(True).weights == "stored"
+
+
+def test_a_product_with_a_weight_that_is_read_has_the_gradient_of_a_linear_layer():
+    draw = torch.Generator().manual_seed(0)
+    weight = torch.randn(7, 5, generator=draw).bfloat16()
+    bias = torch.randn(7, generator=draw)
+    reads = []
+
+    def read():
+        reads.append(1)
+        return weight
+
+    found, wanted = (torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(1)) for _ in range(2))
+    for x in (found, wanted):
+        x.requires_grad_()
+    out = torch.randn(2, 3, 7, generator=draw)
+    with patch.object(product, "_PIECE", 10):  # two rows at a time
+        y = product.ProductAsRead.apply(found, read, bias)
+        (y * out).sum().backward()
+    z = torch.nn.functional.linear(wanted, weight.float(), bias)
+    (z * out).sum().backward()
+    torch.testing.assert_close(y, z)
+    torch.testing.assert_close(found.grad, wanted.grad)
+    assert len(reads) == 2
+    with torch.autocast("cpu", torch.bfloat16):
+        low = product.ProductAsRead.apply(found, read, bias)
+        same = torch.nn.functional.linear(wanted, weight.float(), bias)
+    assert low.dtype == same.dtype == torch.bfloat16
+    torch.testing.assert_close(low, same, rtol=2e-2, atol=2e-2)
 
 
 def test_an_adapter_that_peft_would_load_in_part_says_so(home):
