@@ -31,7 +31,8 @@ from .progress import Progress, Silent
 from .recipe import CalibrationSettings, make_settings
 from .texts import calibration_text, text_model
 
-_BUDGET = 2 << 30  # bytes of hidden states kept in memory
+_BUDGET = 2 << 30  # bytes of hidden states kept in memory, and of models to be judged
+_SMALL = 1 << 28  # the same, where memory is what is saved
 
 
 def heal(
@@ -86,7 +87,8 @@ def heal(
     for note in (costs_of(student.source, student.layout, linears, 0, chosen).note, *notes, *unloaded):
         progress.say(note)
     with open_staging(output, begun, overwrite, resume) as staging:
-        desk = Desk(staging, "heal", "heal", progress, _BUDGET, checkpoint.path, crew)
+        budget = _SMALL if chosen.value("weights") == "stored" else _BUDGET
+        desk = Desk(staging, "heal", "heal", progress, budget, checkpoint.path, crew)
         trained = train_whole(student, source, parts, chosen, linears, (), desk)
         scale = chosen.value("alpha") / chosen.value("r")
         healed = open_dense(model)[1]
@@ -95,7 +97,7 @@ def heal(
             hook_factors(healed, factors, scale)
         else:
             round_in_loop(healed, chosen.rounding, factors, scale)
-        verdict = judge(source, student, healed, parts, progress.track, _BUDGET).describe()
+        verdict = judge(source, student, healed, parts, progress.track, budget).describe()
         if not verdict["better"]:
             staging.discard()
             raise SutureError(f"heal: {why_not(verdict)}", "no adapter was written: use the model as it is")
