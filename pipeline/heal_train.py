@@ -149,9 +149,8 @@ class Lesson:
         self.counted, predicted = (torch.from_numpy(x) for x in (job.parts.counted, job.parts.predicted))
         self.weights: list[int] = self.counted.sum(1).tolist()  # tokens of each sequence
         self.teacher = [np.load(file, mmap_mode="r") for file in job.teacher]
-        following = torch.cat((torch.from_numpy(text.ids)[:, 1:], torch.zeros(len(text.ids), 1)), 1).long()
-        shown = torch.cat((predicted[:, 1:], torch.zeros(len(text.ids), 1, dtype=torch.bool)), 1)
-        self.targets = torch.where(shown, following, -100)  # of each token, the one to be predicted after it
+        ids = torch.from_numpy(text.ids).long()
+        self.targets = torch.where(predicted, ids, -100).roll(-1, 1)  # after each token; a first one is never predicted
         vocabulary = student.source.shapes[student.layout.embedding][0]
         self.piece = max(16, PIECE // vocabulary)  # tokens
 
@@ -192,7 +191,7 @@ class Lesson:
         logits = self.student.head_forward(hidden, piece)[0]
         rows = slice(int(piece[0]), int(piece[-1]) + 1)
         of_teacher = (torch.from_numpy(np.array(part[sequence, rows])).to(device) for part in self.teacher)
-        divergence = (forward_kl(logits, *of_teacher) * self.counted[sequence, rows].to(device)).sum()
+        divergence = forward_kl(logits, *of_teacher)[self.counted[sequence, rows].to(device)].sum()
         if not self.settings.value("next_token"):
             return divergence, torch.zeros((), device=device)
         return divergence, next_token(logits, self.targets[sequence, rows].to(device)).sum()
