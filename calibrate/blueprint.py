@@ -123,6 +123,10 @@ def blueprint_of(config: Mapping[str, Any], source: str) -> Blueprint:
     kv_heads = _kv_heads(attention, hf_config, heads)
     if text.get("num_nextn_predict_layers"):
         notes.append("the multi-token prediction layers are not counted: transformers does not build them")
+    if text["model_type"] == "falcon" and getattr(hf_config, "new_decoder_architecture", False):
+        notes.append(
+            "transformers caches Falcon's keys and values once for each query head; servers, as counted, for each group"
+        )
     if experts and not used:
         notes.append("config.json does not say how many experts a token uses: all are counted")
     return Blueprint(

@@ -60,26 +60,26 @@ class _StandIn(nn.Module):
 class _Recorder(_StandIn):
     """Notes what a block is given and passes the hidden states on."""
 
-    def __init__(self, block: nn.Module, seen: list[tuple[Tensor, BlockArguments]], last: bool) -> None:
+    def __init__(self, block: nn.Module, seen: list[tuple[Tensor, BlockArguments]], last: bool, tuples: bool) -> None:
         super().__init__(block)
-        self._seen, self._last = seen, last
+        self._seen, self._last, self._tuples = seen, last, tuples
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
         self._seen.append((hidden_states, BlockArguments(args, kwargs)))
         if self._last:
             raise _CapturedError
-        return hidden_states
+        return (hidden_states,) if self._tuples else hidden_states
 
 
 class _Injector(_StandIn):
     """Stands for all blocks and returns given hidden states."""
 
-    def __init__(self, hidden: Tensor, block: nn.Module) -> None:
+    def __init__(self, hidden: Tensor, block: nn.Module, tuples: bool) -> None:
         super().__init__(block)
-        self.hidden = hidden
+        self.hidden, self._tuples = hidden, tuples
 
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return self.hidden
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor | tuple[Tensor]:
+        return (self.hidden,) if self._tuples else self.hidden
 
 
 @dataclass
@@ -264,7 +264,7 @@ class Skeleton:
 
     def head_forward(self, hidden: Tensor, keep: Tensor) -> Tensor:
         """`logits`, differentiable."""
-        with self._blocks_replaced([_Injector(hidden, self.block(0))]):
+        with self._blocks_replaced([_Injector(hidden, self.block(0), self.family.tuples)]):
             out = self.model(inputs_embeds=hidden, use_cache=False, logits_to_keep=keep.to(self.device))
         return out.logits.float()
 
@@ -275,7 +275,7 @@ class Skeleton:
             self._refuse_lengths_that_count()
         blocks = [self.block(i) for i in range(self.n_blocks)]
         recorders: list[nn.Module] = [
-            _Recorder(block, seen, last=i == len(blocks) - 1) for i, block in enumerate(blocks)
+            _Recorder(block, seen, i == len(blocks) - 1, self.family.tuples) for i, block in enumerate(blocks)
         ]
         with self._embeddings_of(ids) as small, self._blocks_replaced(recorders), contextlib.suppress(_CapturedError):
             self.backbone(input_ids=small, use_cache=False, **given)
@@ -457,6 +457,14 @@ def hf_text_config(text: Mapping[str, Any], source: str) -> Any:
             f"{config.num_hidden_layers} layers) is not supported",
             "only dense deepseek_v3 checkpoints are",
         )
+    if text["model_type"] == "falcon":
+        one_after_the_other = not (config.new_decoder_architecture or config.parallel_attn)
+        if config.alibi or one_after_the_other or (config.new_decoder_architecture and not config.parallel_attn):
+            raise SutureError(
+                f"{source}: a falcon with ALiBi positions (alibi {config.alibi}), or whose MLP reads what attention has "
+                f"added (parallel_attn {config.parallel_attn}), is not supported",
+                "Falcon 7B, 11B, 40B and 180B, with rotary positions and both side by side, are",
+            )
     return config
 
 

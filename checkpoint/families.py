@@ -11,7 +11,7 @@ the order in which true-sequential quantization visits them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from .errors import SutureError, did_you_mean
 
@@ -35,7 +35,7 @@ class Fused:
 
     linear: str
     parts: tuple[str, ...]  # "q", "k", "v", "gate", "up" in row order
-    layout: Literal["blocks", "per head"]  # "per head": rows are heads x (q, k, v) x head_dim
+    layout: Literal["blocks", "per group"]  # "per group": of each key-value head (its query heads' q, k, v) x head_dim
 
 
 @dataclass(frozen=True)
@@ -61,13 +61,17 @@ class Family:
     head_norms: tuple[str, ...] = ()  # norms over head_dim (QK norm) or over a latent: never folded with hidden size
     readers: tuple[tuple[str, tuple[str, ...]], ...] = ()
     """(norm, what reads its output) within a block; the experts' module stands for every expert's gate and up, and a
-    path that a block lacks is passed over. Norms over a sublayer's output (sandwich norms) are read by the residual."""
+    path or norm that a block lacks is passed over. Norms over a sublayer's output (sandwich norms) are read by the residual."""
     attention_out: str = "self_attn.o_proj"
     mlp_in: tuple[str, ...] = (
         "mlp.gate_proj",
         "mlp.up_proj",
     )  # their rows are neurons (those of a fused one: gate, up)
     mlp_out: str = "mlp.down_proj"
+    tuples: bool = False  # a block returns (hidden states, ...)
+    own_linear: str = (
+        ""  # a class of its own in nn.Linear's place, whose forward takes `weight`: loaders put nothing there
+    )
     keep: tuple[str, ...] = ()  # linears left in full precision unless named outright, with the reason in `keep_reason`
     keep_reason: str = ""
 
@@ -146,7 +150,7 @@ FAMILIES: dict[str, Family] = {
             final_norm="final_layer_norm",
             head_on_disk="embed_out",
             norm_kind="layernorm",
-            fused=(Fused("attention.query_key_value", ("q", "k", "v"), "per head"),),
+            fused=(Fused("attention.query_key_value", ("q", "k", "v"), "per group"),),
             readers=(
                 ("input_layernorm", ("attention.query_key_value",)),
                 ("post_attention_layernorm", ("mlp.dense_h_to_4h",)),
@@ -173,6 +177,33 @@ FAMILIES: dict[str, Family] = {
             mlp_in=("mlp.fc1",),
             mlp_out="mlp.fc2",
             disk_stems=("model.",),
+        ),
+        Family(
+            "falcon",
+            (
+                ("self_attention.query_key_value",),
+                ("self_attention.dense",),
+                ("mlp.dense_h_to_4h",),  # attention and MLP lie side by side
+                ("mlp.dense_4h_to_h",),
+            ),
+            ("input_layernorm", "ln_attn", "ln_mlp"),  # the first, or the other two
+            stem="transformer.",
+            blocks="h",
+            embedding="word_embeddings",
+            final_norm="ln_f",
+            norm_kind="layernorm",
+            fused=(Fused("self_attention.query_key_value", ("q", "k", "v"), "per group"),),
+            readers=(
+                ("input_layernorm", ("self_attention.query_key_value", "mlp.dense_h_to_4h")),
+                ("ln_attn", ("self_attention.query_key_value",)),
+                ("ln_mlp", ("mlp.dense_h_to_4h",)),
+            ),
+            attention_out="self_attention.dense",
+            mlp_in=("mlp.dense_h_to_4h",),
+            mlp_out="mlp.dense_4h_to_h",
+            disk_stems=("transformer.",),
+            tuples=True,
+            own_linear="FalconLinear",
         ),
         Family(
             "mixtral",
@@ -239,6 +270,14 @@ def family_of(model_type: str) -> Family:
         f"config.json: unknown model_type '{model_type}'{did_you_mean(model_type, known)}",
         f"supported families: {', '.join(known)}",
     )
+
+
+def key_value_heads(config: Any) -> int:
+    """Of transformers' config of the text model. Falcon says it with three keys."""
+    if getattr(config, "multi_query", False) and not config.new_decoder_architecture:
+        return 1
+    names = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
+    return int(next(value for name in names if (value := getattr(config, name, None)) is not None))
 
 
 def stale_buffer(name: str) -> str | None:

@@ -141,13 +141,12 @@ def _refuse_shifted(before: Skeleton, after: Skeleton, source: Linear, linear: L
 
 def _shift(skeleton: Skeleton, linear: Linear) -> Tensor:
     """The bias, float64, of the norm that `linear` reads; 0 without one."""
-    norms = [norm for norm, readers in skeleton.family.readers if linear.role in readers]
-    place = (
-        skeleton.layout.places.get(f"{skeleton.layout.block_prefix(linear.block)}{norms[0]}.bias") if norms else None
-    )
-    if place is None:
-        return torch.zeros(linear.in_features, dtype=torch.float64)
-    return skeleton.source.read(place.tensor).double()
+    prefix, places = skeleton.layout.block_prefix(linear.block), skeleton.layout.places
+    for norm, readers in skeleton.family.readers:
+        bias = f"{prefix}{norm}.bias"
+        if linear.role in readers and bias in places:
+            return skeleton.source.read(places[bias].tensor).double()
+    return torch.zeros(linear.in_features, dtype=torch.float64)
 
 
 def _head_rows(skeleton: Skeleton, linear: Linear) -> int | None:

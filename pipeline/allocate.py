@@ -56,7 +56,7 @@ def prepare(source: TensorSource, settings: AllocateSettings) -> QuantizePlan:
         raise SutureError("allocate: several widths need symmetric: true, which loaders read", "use symmetric: true")
     plan = quantize.prepare(source, settings)
     family = plan.layout.family
-    if family.experts is not None or family.conv1d:
+    if family.experts is not None or family.conv1d or family.own_linear:
         raise SutureError(
             f"allocate: transformers reads one format only of {family.model_type} layers", "use gptq, with one width"
         )

@@ -19,6 +19,7 @@ from ..checkpoint.source import TensorSource
 from ..quant import bitsandbytes as bnb
 from ..quant.block import Rounded, put_rows, weight_of
 from ..quant.compressed_tensors import Spec
+from ..quant.export import check_replaceable
 from ..quant.scheme import STORAGE
 from ..quant.settings import FourBitSettings, Int8Settings
 from ..quant.targets import Selection, select
@@ -103,6 +104,7 @@ def _plan(
 
 def _selection(skeleton: Skeleton, settings: FourBitSettings | Int8Settings) -> Selection:
     """The layers that bitsandbytes has modules for: transformers keeps experts in fused parameters, which have none."""
+    check_replaceable(skeleton.layout, "bitsandbytes' format")
     selection = select(skeleton.layout, settings.targets, settings.ignore, settings.layers)
     experts = [linear for linear in selection.chosen if linear.expert is not None]
     if not experts:

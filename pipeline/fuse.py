@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,21 +18,23 @@ from ..checkpoint.writer import TensorSpec
 from ..quant.scheme import STORAGE
 from ..surgery.fuse import (
     PHI_HEAD_BIAS,
-    PHI_OUTSIDE,
     FuseSettings,
     Rows,
+    Twin,
     UnfuseSettings,
     check_fusable,
     converted_config,
+    fused_block,
+    fused_config,
+    fused_names,
     fused_rows,
-    neox_block,
-    neox_config,
-    neox_names,
     phi_block,
     phi_config,
     phi_names,
+    twin_of,
     unfused_type,
 )
+from ..surgery.heads import HeadCounts, head_counts
 from .derive import copied, most_made, run_derived
 from .step import Prepared, StepResult, StepRun
 
@@ -46,10 +46,11 @@ class FusePlan(Prepared):
 
 @dataclass(frozen=True)
 class HeadsPlan(Prepared):
-    """Between GPT-NeoX, whose rows are heads of (q, k, v), and Phi."""
+    """Between Phi and a class whose rows are heads or groups of (q, k, v)."""
 
     layout: ModelLayout
-    heads: int
+    twin: Twin
+    counts: HeadCounts
     same: dict[str, str]  # output -> the input that it is a copy of
     block_of: dict[str, tuple[int, str]]  # output -> (block, name under the block)
 
@@ -59,7 +60,7 @@ def prepare_unfuse(source: TensorSource, settings: UnfuseSettings) -> FusePlan |
     skeleton = open_skeleton(source)
     model_type = unfused_type(skeleton.family, skeleton.hf_config)
     if model_type == "phi":
-        return _between(source, skeleton, phi_config(source.config, skeleton.hf_config), phi_names)
+        return _between(source, skeleton, to_phi=True)
     rows = fused_rows(skeleton.hf_config)
     pieces: dict[str, tuple[tuple[str, int, int], ...]] = {}
     for prefix in _prefixes(skeleton):
@@ -73,7 +74,7 @@ def prepare_fuse(source: TensorSource, settings: FuseSettings) -> FusePlan | Hea
     skeleton = open_skeleton(source)
     check_fusable(skeleton.family, skeleton.hf_config)
     if skeleton.family.model_type == "phi":
-        return _between(source, skeleton, neox_config(source.config, skeleton.hf_config), neox_names)
+        return _between(source, skeleton, to_phi=False)
     by_fused: dict[str, list[Rows]] = {}
     for part in fused_rows(skeleton.hf_config):
         by_fused.setdefault(part.fused, []).append(part)
@@ -128,12 +129,12 @@ def _plan(
     )
 
 
-def _between(
-    source: TensorSource, skeleton: Skeleton, config: dict[str, Any], new_names: Callable[[str], tuple[str, ...]]
-) -> HeadsPlan:
-    layout, family = skeleton.layout, skeleton.family
+def _between(source: TensorSource, skeleton: Skeleton, *, to_phi: bool) -> HeadsPlan:
+    layout, family, twin = skeleton.layout, skeleton.family, twin_of(skeleton.hf_config)
+    config = (phi_config if to_phi else fused_config)(twin, source.config, skeleton.hf_config)
+    new_names = phi_names if to_phi else fused_names
     new = family_of(str(config["model_type"]))
-    renamed = PHI_OUTSIDE if new.model_type == "phi" else {phi: neox for neox, phi in PHI_OUTSIDE.items()}
+    renamed = twin.outside if to_phi else {phi: other for other, phi in twin.outside.items()}
     specs, accounts = copied(source, layout)
     same = {name: name for name in layout.unknown}
     block_of: dict[str, tuple[int, str]] = {}
@@ -145,9 +146,9 @@ def _between(
             continue
         if rest.startswith(f"{family.blocks}."):
             _, number, local = rest.split(".", 2)
-            ends = new_names(local)
+            ends = new_names(twin, local)
             bias = f"{name.removesuffix('weight')}bias"
-            if new.model_type == "phi" and leaf == "weight" and bias not in layout.places:
+            if to_phi and leaf == "weight" and bias not in layout.places:
                 ends += tuple(f"{end.removesuffix('weight')}bias" for end in ends)  # phi has one everywhere
             into = {f"{new.stem}{new.blocks}.{number}.{end}": end for end in ends}
             block_of |= {output: (int(number), end) for output, end in into.items()}
@@ -157,7 +158,7 @@ def _between(
                 f"{new.head_on_disk}.weight" if place.tensor == layout.head else f"{new.stem}{renamed[path]}.{leaf}"
             )
             made[place.tensor], same[output] = [output], place.tensor
-    if new.model_type == "phi":
+    if to_phi:
         made[layout.head or layout.embedding].append(PHI_HEAD_BIAS)
     dtypes = {output: source.dtypes[old] for old, outputs in reversed(made.items()) for output in outputs}
     model = meta_model(hf_text_config(config, source.source), new, skeleton.device)
@@ -185,7 +186,8 @@ def _between(
         notes=(f"the output is a {new.model_type} model",),
         n_blocks=skeleton.n_blocks,
         layout=layout,
-        heads=int(skeleton.hf_config.num_attention_heads),
+        twin=twin,
+        counts=head_counts(skeleton.hf_config),
         same=same,
         block_of=block_of,
     )
@@ -197,17 +199,18 @@ def _run_between(work: StepRun, plan: HeadsPlan) -> StepResult:
     shapes = {spec.name: spec.shape for spec in plan.specs}
     if layout.head_bias and bool(read(layout.head_bias).any()):
         raise SutureError(
-            f"fuse: {layout.head_bias} is not 0, and gpt_neox, the class with q, k and v in one matrix, has no bias there",
+            f"fuse: {layout.head_bias} is not 0, and {plan.twin.model_type}, the class with q, k and v in one matrix, has no "
+            "bias there",
             "leave it as it is",
         )
-    convert = neox_block if layout.family.model_type == "phi" else phi_block
+    convert = fused_block if layout.family.model_type == "phi" else phi_block
 
     @lru_cache(maxsize=1)
     def block(index: int) -> dict[str, Tensor]:
         prefix = layout.block_prefix(index)
         places = layout.block_tensors(index)
         old = {name.removeprefix(prefix): read(place.tensor) for name, place in places.items()}
-        return convert(old, plan.heads)
+        return convert(plan.twin, old, plan.counts)
 
     def unrounded(name: str) -> Tensor | str:
         if name in plan.same:
@@ -225,7 +228,7 @@ def _run_between(work: StepRun, plan: HeadsPlan) -> StepResult:
 
 
 def run(work: StepRun, plan: FusePlan | HeadsPlan, settings: FuseSettings | UnfuseSettings) -> StepResult:
-    """Raises SutureError for a Phi model whose head has a bias, which GPT-NeoX cannot hold."""
+    """Raises SutureError for a Phi model whose head has a bias, which the fused classes cannot hold."""
     if isinstance(plan, HeadsPlan):
         return _run_between(work, plan)
 

@@ -20,6 +20,7 @@ from ..surgery import permute as permuting
 from ..surgery import rescale_residual as rescaling
 from ..surgery import rotary
 from ..surgery.fold_norms import FoldNormsSettings
+from ..surgery.heads import head_counts
 from ..surgery.permute import PermuteSettings
 from ..surgery.rescale_residual import RescaleResidualSettings
 from ..surgery.rotary import RotarySettings
@@ -183,7 +184,8 @@ def run_permute(work: StepRun, plan: RewritePlan, settings: PermuteSettings) -> 
         prefix, conv1d = skeleton.layout.block_prefix(index), skeleton.family.conv1d
         parameters = skeleton.block_parameters(index)
         parts, sizes = _parts(skeleton, index, settings)
-        heads, kv, _ = permuting.head_counts(skeleton.hf_config)
+        counts = head_counts(skeleton.hf_config)
+        heads, kv = counts.query, counts.key_value
         importance = _importance(skeleton, index, stream, sizes) if stream is not None else {}
         orders: dict[str, list[int]] = {}
         if settings.heads == "random":

@@ -15,7 +15,7 @@ in fused parameters that have no packed form.
 
 GPT-2's Conv1D stores [in, out], and loaders do not transpose. Its tensors are therefore the transposed matrix's: codes
 packed along `out`, and scales [in / g, out] as blocks of g inputs by one output (strategy `block`), also dequantized at
-load.
+load; so are Falcon's, whose FalconLinear would multiply with the weight that is gone.
 """
 
 from __future__ import annotations

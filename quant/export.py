@@ -64,9 +64,10 @@ def check_format(layout: ModelLayout, groups: Sequence[SchemeGroup]) -> None:
         )
     if len(groups) == 1:
         return
-    if layout.family.conv1d:
+    if layout.family.conv1d or layout.family.own_linear:
+        what = layout.family.own_linear or "Conv1D"
         raise SutureError(
-            "rules: Conv1D layers are dequantized when transformers loads them, which reads one format per model",
+            f"rules: {what} layers are dequantized when transformers loads them, which reads one format per model",
             "give all layers one format",
         )
     if asymmetric:
@@ -85,6 +86,16 @@ def check_format(layout: ModelLayout, groups: Sequence[SchemeGroup]) -> None:
         )
 
 
+def check_replaceable(layout: ModelLayout, wanted: str) -> None:
+    """Refuse formats that put a module of their own in each linear layer's place, where transformers leaves the layer."""
+    if layout.family.own_linear:
+        raise SutureError(
+            f"{wanted}: not possible for {layout.family.model_type}: loaders replace nn.Linear, and its layers are "
+            f"transformers' {layout.family.own_linear}, which they pass by",
+            "put `- unfuse: {}` before it, which makes it a phi model, or use gptq, awq or rtn with format: pack-quantized",
+        )
+
+
 def config_entry(layout: ModelLayout, selection: Selection, groups: Sequence[SchemeGroup]) -> dict[str, Any]:
     """`quantization_config` for config.json: one config group per format."""
     conv1d_inputs = None
@@ -98,7 +109,7 @@ def config_entry(layout: ModelLayout, selection: Selection, groups: Sequence[Sch
         conv1d_inputs = widths.pop()
     experts = any(linear.expert is not None for linear in selection.chosen)
     asymmetric = any(not group.scheme.symmetric for group in groups)
-    dequantize = asymmetric or experts or layout.family.conv1d
+    dequantize = asymmetric or experts or layout.family.conv1d or bool(layout.family.own_linear)
     entries = [ConfigGroup(group.scheme, _targets(layout, group, len(groups)), conv1d_inputs) for group in groups]
     return quantization_config(entries, _ignored(layout, selection), dequantize)
 
@@ -144,6 +155,7 @@ def _ignored(layout: ModelLayout, selection: Selection) -> list[str]:
 
 def _check_one_scheme(name: str, layout: ModelLayout, groups: Sequence[SchemeGroup]) -> Scheme:
     """What the formats of GPTQ and AWQ have in common."""
+    check_replaceable(layout, f"format {name}")
     if len(groups) > 1:
         raise SutureError(f"rules: format {name} holds one bit width and group size", "use format: pack-quantized")
     odd = layout.family.conv1d or layout.family.experts is not None or "language_model." in layout.disk_stem

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from ..calibrate.skeleton import Skeleton
 from ..checkpoint.errors import SutureError
+from ..checkpoint.families import key_value_heads
 from .scheme import STORAGE
 
-Outputs = Literal["all", "v", "v of qkv", "v of each head", "v of each latent head", "up of gate and up"]
+Outputs = Literal["all", "v", "v of qkv", "v of each group", "v of each latent head", "up of gate and up"]
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,14 @@ PAIRS: dict[str, tuple[Pair, ...]] = {
     ),
     "gpt_neox": (
         Pair("input_layernorm", ("attention.query_key_value",), "attention"),
-        Pair("attention.query_key_value", ("attention.dense",), "attention", "v of each head"),
+        Pair("attention.query_key_value", ("attention.dense",), "attention", "v of each group"),
         Pair("post_attention_layernorm", ("mlp.dense_h_to_4h",), "mlp"),
+    ),
+    "falcon": (
+        Pair("input_layernorm", ("self_attention.query_key_value", "mlp.dense_h_to_4h"), ""),
+        Pair("ln_attn", ("self_attention.query_key_value",), "self_attention"),
+        Pair("self_attention.query_key_value", ("self_attention.dense",), "self_attention", "v of each group"),
+        Pair("ln_mlp", ("mlp.dense_h_to_4h",), "mlp"),
     ),
     "phi": (
         Pair("input_layernorm", (*_INTO_ATTENTION.consumers, "mlp.fc1"), ""),
@@ -94,6 +101,7 @@ PAIRS: dict[str, tuple[Pair, ...]] = {
 NO_PLACE: dict[str, dict[str, str]] = {
     "gpt2": {"mlp.c_proj": "GELU lies between it and c_fc, and lets no factor through"},
     "gpt_neox": {"mlp.dense_4h_to_h": "GELU lies between it and dense_h_to_4h, and lets no factor through"},
+    "falcon": {"mlp.dense_4h_to_h": "GELU lies between it and dense_h_to_4h, and lets no factor through"},
     "phi": {"mlp.fc2": "GELU lies between it and fc1, and lets no factor through"},
 }
 
@@ -213,17 +221,17 @@ def _geometry(
         return torch.arange(inputs, 2 * inputs), None, inputs
     config = skeleton.hf_config
     heads = int(config.num_attention_heads)
-    kv_heads = heads if "head" in outputs else int(getattr(config, "num_key_value_heads", None) or heads)
+    kv_heads = heads if "latent" in outputs else key_value_heads(config)
+    sharing = heads // kv_heads
     size = inputs // heads  # of one head's values
     head, within = torch.arange(kv_heads).repeat_interleave(size), torch.arange(size).repeat(kv_heads)
     rows = {
         "v": head * size + within,
         "v of qkv": (heads + kv_heads) * size + head * size + within,
-        "v of each head": head * 3 * size + 2 * size + within,
+        "v of each group": head * (sharing + 2) * size + (sharing + 1) * size + within,
         "v of each latent head": (_nope(config) + size) * head + _nope(config) + within,
     }[outputs]
-    # head h of the queries reads the values of head h // (heads / kv_heads)
-    sharing = heads // kv_heads
+    # head h of the queries reads the values of head h // sharing
     expand = (torch.arange(heads) // sharing).repeat_interleave(size) * size + torch.arange(size).repeat(heads)
     made = skeleton.model.get_parameter(f"{producer}.weight").shape
     outs = int(made[1] if skeleton.family.conv1d else made[0])

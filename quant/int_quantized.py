@@ -27,6 +27,7 @@ from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import Linear, ModelLayout
 from ..checkpoint.reader import Checkpoint
 from .compressed_tensors import Spec
+from .export import check_replaceable
 from .scheme import Activations, Quantized, Scheme
 from .targets import Selection
 
@@ -41,6 +42,7 @@ def check_inputs(layout: ModelLayout, selection: Selection) -> None:
             "whose inputs its loader leaves in full precision",
             "quantize the weights alone: gptq or awq with bits: 8",
         )
+    check_replaceable(layout, "8-bit inputs")
     if layout.family.conv1d:
         raise SutureError(
             "8-bit inputs are not possible for GPT-2's Conv1D layers: loaders leave their inputs in full precision",

@@ -29,14 +29,16 @@ class FoldNormsSettings(BaseModel):
 def block_readers(family: Family, names: Iterable[str], prefix: str) -> dict[str, list[str]]:
     """Norm -> the matrices that read it, as parameter names, for the block whose parameters begin with `prefix`.
 
-    Raises SutureError when a norm of the family, or every reader of one, is missing.
+    Raises SutureError when a norm has no reader, or the block none of the family's norms.
     """
     known = set(names)
     found: dict[str, list[str]] = {}
     for norm, readers in family.readers:
+        if f"{prefix}{norm}.weight" not in known:
+            continue
         matrices = [name for reader in readers for name in _matrices(family, known, prefix, reader)]
-        if f"{prefix}{norm}.weight" not in known or not matrices:
-            raise SutureError(f"{prefix}{norm}: no such norm, or nothing that reads it", "please report this")
+        if not matrices:
+            raise SutureError(f"{prefix}{norm}: nothing reads it", "please report this")
         found[f"{prefix}{norm}"] = matrices
     if not found:
         raise SutureError(f"{family.model_type}: what reads its norms is not known", "remove the step")

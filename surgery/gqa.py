@@ -29,6 +29,7 @@ Refit = Literal["none", "attention", "stream"]
 NOT_GROUPED: dict[str, str] = {
     "gpt2": "its class gives every query head a key and a value head of its own",
     "gpt_neox": "its class gives every query head a key and a value head of its own",
+    "falcon": "its q, k and v lie in one matrix, group by group; `unfuse` makes it a phi model, which can",
     "deepseek_v3": "it caches one latent for all heads (multi-head latent attention), so there are none to merge",
 }
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.errors import SutureError
-from ..checkpoint.families import RopeLayout
+from ..checkpoint.families import RopeLayout, key_value_heads
 from ..checkpoint.layout import Linear, ModelLayout
 from ..checkpoint.source import TensorSource
 
@@ -42,8 +42,9 @@ class HeadCounts:
 def head_counts(hf_config: Any) -> HeadCounts:
     """From transformers' config object of the text model."""
     query = int(hf_config.num_attention_heads)
-    key_value = int(getattr(hf_config, "num_key_value_heads", None) or query)
-    return HeadCounts(query, key_value, int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // query))
+    return HeadCounts(
+        query, key_value_heads(hf_config), int(getattr(hf_config, "head_dim", None) or hf_config.hidden_size // query)
+    )
 
 
 def attention_linears(layout: ModelLayout, index: int) -> dict[str, Linear]:

@@ -6,7 +6,8 @@ a GQA model's heads changes its function). A neuron is its rows of gate and up a
 order of sums changes.
 
 Where things lie in fused matrices: `Part` describes one role's rows in a tensor, heads `step` apart; GPT-NeoX's
-per-head (q, k, v) is a step of 3d, Phi-3's and GPT-2's blocks are an offset.
+per-head (q, k, v) is a step of 3d, Phi-3's and GPT-2's blocks are an offset, and in Falcon the query heads of a group lie
+together, with a larger step from group to group.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from ..checkpoint.families import Family
+from .heads import head_counts
 
 Order = Literal["keep", "random", "importance"]
 
@@ -37,7 +39,7 @@ class PermuteSettings(BaseModel):
 
 @dataclass(frozen=True)
 class Part:
-    """One role in a matrix: unit i (a head or neuron) is `size` rows (or columns) from `offset + i * step` on."""
+    """One role in a matrix: unit i (a head or neuron) is `size` rows (or columns) from `at(i)` on."""
 
     path: str  # of the linear layer, under the block
     side: Literal["out", "in"]
@@ -45,11 +47,16 @@ class Part:
     offset: int
     step: int
     size: int
+    run: int = 1  # units that lie one behind the other before the next step
+
+    def at(self, unit: int) -> int:
+        return self.offset + unit // self.run * self.step + unit % self.run * self.size
 
 
 def attention_parts(family: Family, config: Any) -> tuple[Part, ...]:
     """Where the heads of every block lie. `config`: transformers' config of the text model."""
-    heads, kv, d = head_counts(config)
+    counts = head_counts(config)
+    heads, kv, d = counts.query, counts.key_value, counts.dim
     if hasattr(config, "kv_lora_rank"):  # multi-head latent attention
         q_size, v_size = config.qk_nope_head_dim + config.qk_rope_head_dim, config.v_head_dim
         q = "self_attn.q_proj" if config.q_lora_rank is None else "self_attn.q_b_proj"
@@ -64,8 +71,11 @@ def attention_parts(family: Family, config: Any) -> tuple[Part, ...]:
     if fused is None:
         q, k, v = (path for path in family.groups[0])
         parts += [Part(path, "out", units, 0, d, d) for path, units in ((q, "q"), (k, "kv"), (v, "kv"))]
-    elif fused.layout == "per head":
-        parts += [Part(fused.linear, "out", units, i * d, 3 * d, d) for i, units in enumerate(("q", "kv", "kv"))]
+    elif fused.layout == "per group":
+        queries = heads // kv
+        step = (queries + 2) * d
+        parts.append(Part(fused.linear, "out", "q", 0, step, d, run=queries))
+        parts += [Part(fused.linear, "out", "kv", (queries + i) * d, step, d) for i in range(2)]
     else:
         offsets = (0, heads * d, (heads + kv) * d)
         parts += [
@@ -73,13 +83,6 @@ def attention_parts(family: Family, config: Any) -> tuple[Part, ...]:
             for offset, units in zip(offsets, ("q", "kv", "kv"), strict=True)
         ]
     return tuple(parts)
-
-
-def head_counts(config: Any) -> tuple[int, int, int]:
-    """(query heads, key-value heads, head size)."""
-    heads = int(config.num_attention_heads)
-    kv = int(getattr(config, "num_key_value_heads", None) or heads)
-    return heads, kv, int(getattr(config, "head_dim", None) or config.hidden_size // heads)
 
 
 def neuron_parts(family: Family, names: Iterable[str], prefix: str, sizes: Mapping[str, int]) -> tuple[Part, ...]:
@@ -125,8 +128,7 @@ def permute(
         name = f"{prefix}{part.path}.weight"
         rows = index.setdefault((name, axis), torch.arange(parameters[name].shape[axis]))
         for new, old in enumerate(order):
-            at = part.offset + new * part.step
-            rows[at : at + part.size] = part.offset + old * part.step + torch.arange(part.size)
+            rows[part.at(new) : part.at(new) + part.size] = part.at(old) + torch.arange(part.size)
     changed: dict[str, Tensor] = {}
     for (name, axis), rows in index.items():
         changed[name] = changed.get(name, parameters[name]).index_select(axis, rows.to(parameters[name].device))

@@ -23,6 +23,7 @@ TARGETS = {
     "GP": ["c_attn", "c_proj", "c_fc"],
     "P3": ["qkv_proj", "o_proj", "gate_up_proj", "down_proj"],
     "NX": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
+    "FA-new": ["query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"],
     "MX": ["q_proj", "k_proj", "v_proj", "o_proj"],
 }
 

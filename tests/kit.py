@@ -132,6 +132,28 @@ MODELS: dict[str, tuple[str, dict]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
         },
     ),
+    "FA": (
+        "falcon",  # as Falcon 7B: one key-value head, one norm
+        {
+            "hidden_size": 64,
+            "num_attention_heads": 4,
+            "ffn_hidden_size": 160,
+            "num_kv_heads": 4,
+            "tie_word_embeddings": False,
+        },
+    ),
+    "FA-new": (
+        "falcon",  # as Falcon 40B: groups of heads, two norms; tied as published
+        {
+            "hidden_size": 96,
+            "num_attention_heads": 6,
+            "num_kv_heads": 2,
+            "ffn_hidden_size": 160,
+            "new_decoder_architecture": True,
+            "bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "MX": (
         "mixtral",
         {**_LLAMA, "head_dim": 12, "intermediate_size": 96, "num_local_experts": 4, "num_experts_per_tok": 2},

@@ -179,7 +179,7 @@ def test_the_batch_and_the_heads_at_which_decoding_turns():
 # ---- against what really exists
 
 
-@pytest.mark.parametrize("name", ["L-llama3", "MI", "G2", "P3", "GP", "NX", "MX", "QM", "DS-q-lora", "W-gemma3"])
+@pytest.mark.parametrize("name", ["L-llama3", "MI", "G2", "P3", "GP", "NX", "FA", "MX", "QM", "DS-q-lora", "W-gemma3"])
 def test_counts_are_those_of_the_files_and_of_a_live_cache(shelf, name):
     directory = shelf(name)
     facts = inspect_model(directory)

@@ -18,7 +18,8 @@ def test_the_measured_cache_is_what_the_attention_must_hold(tmp_path, name):
     text = text.get("text_config", text)
     heads = text.get("num_attention_heads") or text["n_head"]
     d = text.get("head_dim") or text.get("hidden_size", text.get("n_embd")) // heads
-    per_layer = 2 * (text.get("num_key_value_heads") or heads) * d
+    kv_heads = {"FA": 1}.get(name) or text.get("num_key_value_heads") or heads  # FA-new: repeated for each query head
+    per_layer = 2 * kv_heads * d
     if "kv_lora_rank" in text:
         per_layer = text["kv_lora_rank"] + text["qk_rope_head_dim"]
     found = measure_cache(json.loads((tmp_path / "config.json").read_text()), torch.float32)

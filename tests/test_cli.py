@@ -202,7 +202,7 @@ WRONG = {
         {},
         ["config.json", "not valid JSON"],
     ),
-    "unknown family": (lambda h: edit_json(h / "model/config.json", model_type="falcon"), {}, ["falcon", "llama"]),
+    "unknown family": (lambda h: edit_json(h / "model/config.json", model_type="bloom"), {}, ["bloom", "llama"]),
     "config of other shapes": (
         lambda h: edit_json(h / "model/config.json", num_key_value_heads=4),
         {},

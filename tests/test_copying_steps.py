@@ -175,7 +175,7 @@ def test_layers_that_window_lists_name_follow(tmp_path, apply):
     assert torch.allclose(logits(done.output), reference(source, [1, 0]), atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("name", ["L-llama3", "G2", "NX", "MX", "GP"])
+@pytest.mark.parametrize("name", ["L-llama3", "G2", "NX", "FA-new", "MX", "GP"])
 def test_silent_copies_leave_the_function(apply, name):
     source, done = apply(name, {"layers": {"repeat": [0, 1], "silent_copies": True}})
     assert receipt(done)["exact"] and done.manifest["verification"]["of_blocks"] == 4
@@ -302,7 +302,8 @@ def test_what_cannot_be_stretched_is_refused(apply, name, settings, message):
 
 
 @pytest.mark.parametrize(
-    ("name", "kind"), [("Q2", "yarn"), ("MI", "llama3"), ("G2", "ntk"), ("NX", "linear"), ("DS", "yarn")]
+    ("name", "kind"),
+    [("Q2", "yarn"), ("MI", "llama3"), ("G2", "ntk"), ("NX", "linear"), ("FA", "linear"), ("DS", "yarn")],
 )
 def test_other_families_stretch_too(apply, name, kind):
     _, done = apply(name, {"rope_scaling": {"type": kind, "factor": 2.0}})
@@ -359,8 +360,11 @@ def test_b6_what_phi_and_neox_cannot_say_of_each_other_is_refused(apply, tmp_pat
     one_after_the_other = make("NX", tmp_path / "m", "float32", use_parallel_residual=False)
     with pytest.raises(SutureError, match="unfuse: its MLP reads what attention has added"):
         apply("NX", {"unfuse": {}}, model=one_after_the_other)
-    with pytest.raises(SutureError, match="fuse: gpt_neox gives every query head a key and a value head"):
+    with pytest.raises(SutureError, match=r"gpt_neox gives every query head a key and .* falcon rotates whole heads"):
         apply("PH", {"fuse": {}})
+    for changes in ({"alibi": True}, {"parallel_attn": False}):
+        with pytest.raises(SutureError, match="a falcon with ALiBi positions"):
+            apply("FA", {"unfuse": {}}, model=make("FA", tmp_path / str(changes), "float32", **changes))
     with pytest.raises(SutureError, match=r"fuse: lm_head\.bias is not 0"):
         apply("PH", {"fuse": {}}, model=make("PH", tmp_path / "p", "float32", num_key_value_heads=4))
 
@@ -386,6 +390,67 @@ def test_b6_neox_is_phi_with_its_heads_apart_and_its_norms_folded(apply, tmp_pat
     assert torch.allclose(logits(back.output, ids), wanted, atol=1e-4 * float(wanted.abs().max()))
     _, again = apply("NX", {"unfuse": {}}, model=back.output)
     assert all(torch.equal(tensor, unfused[name]) for name, tensor in read(again.output).items())
+
+
+WHOLE = {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": 1.0}}
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "kv_heads"),
+    [
+        ("FA", {}, 1),
+        ("FA-new", {}, 2),
+        ("FA-new", {"num_ln_in_parallel_attn": 1, "bias": False, "tie_word_embeddings": False}, 2),
+        ("FA-new", {"new_decoder_architecture": False, "multi_query": False, "num_kv_heads": None}, 6),
+    ],
+    ids=["7B", "40B", "11B", "MHA"],
+)
+def test_b6_falcon_is_phi_with_its_groups_apart_and_its_norms_folded(apply, tmp_path, name, changes, kv_heads):
+    """Rows of (queries, k, v) group by group; one norm or two; with biases or without; tied or not."""
+    model = make(
+        name, tmp_path / "m", "float32", hidden_dropout=0.1, rope_parameters=WHOLE["rope_parameters"], **changes
+    )
+    source, done = apply(name, {"unfuse": {}}, model=model)
+    config = config_of(done.output)
+    assert receipt(done)["exact"] and config["model_type"] == "phi"
+    assert config["num_key_value_heads"] == kv_heads and config["resid_pdrop"] == 0.1 and "alibi" not in config
+    ids = some_ids(1, 120)
+    wanted = logits(source, ids)
+    assert float((logits(done.output, ids) - wanted).abs().max()) < 3e-5 * float(wanted.abs().max())
+    unfused, old = read(done.output), read(source)
+    fused = old["transformer.h.1.self_attention.query_key_value.weight"]
+    gain = old.get("transformer.h.1.ln_attn.weight", torch.ones(fused.shape[1]))
+    heads = config["num_attention_heads"]
+    d = fused.shape[1] // heads
+    group = fused.view(kv_heads, heads // kv_heads + 2, d, -1)[-1] * gain  # of the last key-value head
+    q, k, v = (unfused[f"model.layers.1.self_attn.{x}_proj.weight"].unflatten(0, (-1, d)) for x in "qkv")
+    assert torch.allclose(q[-(heads // kv_heads) :], group[:-2], rtol=1e-6)
+    assert torch.allclose(k[-1], group[-2], rtol=1e-6) and torch.allclose(v[-1], group[-1], rtol=1e-6)
+    _, back = apply(name, {"fuse": {}}, model=done.output)  # every bit from here on
+    returned = config_of(back.output)
+    assert returned["model_type"] == ("gpt_neox" if kv_heads == heads else "falcon")
+    assert returned.get("multi_query", False) == (kv_heads == 1)
+    assert torch.allclose(logits(back.output, ids), wanted, atol=1e-4 * float(wanted.abs().max()))
+    if name == "FA":  # one norm, nothing folded: what it was, with biases of 0
+        assert all(torch.equal(read(back.output)[key], tensor) for key, tensor in old.items())
+    _, again = apply(name, {"unfuse": {}}, model=back.output)
+    assert all(torch.equal(tensor, unfused[key]) for key, tensor in read(again.output).items())
+
+
+def test_b6_a_phi_of_grouped_heads_becomes_a_falcon(apply, tmp_path):
+    def without_head_bias(tensors):
+        return tensors | {"lm_head.bias": tensors["lm_head.bias"] * 0}
+
+    model = edit(make("PH", tmp_path / "m", "float32", **WHOLE), without_head_bias)
+    source, done = apply("PH", {"fuse": {}}, model=model)
+    config, before, after = config_of(done.output), read(source), read(done.output)
+    assert (config["model_type"], config["num_kv_heads"], config["new_decoder_architecture"]) == ("falcon", 2, True)
+    ids = some_ids(1, 120)
+    assert torch.allclose(logits(done.output, ids), logits(source, ids), atol=1e-4)
+    rows = after["transformer.h.0.self_attention.query_key_value.bias"].view(2, 4, 16)
+    assert torch.equal(rows[1, 2], before["model.layers.0.self_attn.k_proj.bias"][16:])
+    _, back = apply("PH", {"unfuse": {}}, model=done.output)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in read(back.output).items())
 
 
 def test_b6_a_bfloat16_neox_is_proved_before_rounding_and_goes_on_to_gqa_and_gptq(shelf, tmp_path):

@@ -31,8 +31,25 @@ def changed(done):
 
 # -- fold_norms
 
-TIED = ("L2", "Q2", "G1", "G2", "G3", "GP")
-FOLDED = ("L1", "L-llama3", "Q2", "Q3", "G1", "G2", "G3", "P3", "GP", "NX", "PH", "MX", "QM", "DS-q-lora")
+TIED = ("L2", "Q2", "G1", "G2", "G3", "GP", "FA-new")
+FOLDED = (
+    "L1",
+    "L-llama3",
+    "Q2",
+    "Q3",
+    "G1",
+    "G2",
+    "G3",
+    "P3",
+    "GP",
+    "NX",
+    "PH",
+    "FA",
+    "FA-new",
+    "MX",
+    "QM",
+    "DS-q-lora",
+)
 
 
 @pytest.mark.parametrize("name", FOLDED)
@@ -50,10 +67,9 @@ def test_b9_d6_folded_norms_leave_the_logits(apply, name):
             assert torch.equal(tensors[key], before[key])
         elif key.endswith("weight"):
             assert bool((tensors[key] == (0.0 if name.startswith("G") and name != "GP" else 1.0)).all()), key
-    if name in ("GP", "NX"):  # the last norm's bias has no bias to go to
-        assert {key for key in norms if key.endswith("bias") and tensors[key].any()} == {
-            "transformer.ln_f.bias" if name == "GP" else "gpt_neox.final_layer_norm.bias"
-        }
+    last = {"GP": "transformer.ln_f", "NX": "gpt_neox.final_layer_norm", "FA-new": "transformer.ln_f"}.get(name)
+    if last:  # its bias has no bias to go to
+        assert {key for key in norms if key.endswith("bias") and tensors[key].any()} == {f"{last}.bias"}
 
 
 def test_folding_a_tied_head_is_refused_and_may_be_left_out(apply, capsys):
@@ -81,7 +97,7 @@ def test_a_norm_whose_bias_has_nowhere_to_go_stays_and_is_named(apply, tmp_path)
 
 # -- permute
 
-PERMUTED = ("L0", "L1", "L-llama3", "Q2", "Q3", "G2", "P3", "GP", "NX", "PH", "MX", "QM", "DS-q-lora")
+PERMUTED = ("L0", "L1", "L-llama3", "Q2", "Q3", "G2", "P3", "GP", "NX", "PH", "FA", "FA-new", "MX", "QM", "DS-q-lora")
 
 
 @pytest.mark.parametrize("name", PERMUTED)
@@ -148,9 +164,12 @@ def test_importance_puts_what_contributes_most_first(apply, shelf, tmp_path, nam
 # -- rescale_residual and rotary
 
 
-@pytest.mark.parametrize("name", ["L2", "L-llama3", "Q3", "G2", "G3", "P3", "GP", "NX", "PH", "MX", "QM", "DS"])
+@pytest.mark.parametrize(
+    "name", ["L2", "L-llama3", "Q3", "G2", "G3", "P3", "GP", "NX", "PH", "FA-new", "MX", "QM", "DS"]
+)
 def test_residual_rescaled_to_another_epsilon_leaves_the_logits(apply, tmp_path, name):
-    key = {"GP": "layer_norm_epsilon", "NX": "layer_norm_eps", "PH": "layer_norm_eps"}.get(name, "rms_norm_eps")
+    layernorms = {"GP": "layer_norm_epsilon", "NX": "layer_norm_eps", "PH": "layer_norm_eps"}
+    key = (layernorms | {"FA-new": "layer_norm_epsilon"}).get(name, "rms_norm_eps")
     model = make(name, tmp_path / "m", "float32", **{key: 1e-2})  # large, so that a wrong one shows
     source, done = apply(name, {"rescale_residual": {"eps": 1e-4}}, model=model)
     assert_same_function(source, done)

@@ -583,3 +583,27 @@ def test_verification_in_a_process_of_its_own_agrees(finished, shelf, tmp_path, 
     """As users run it; the other tests here reload in this one."""
     done = suture.quantize(shelf(name), tmp_path / "out", "rtn", bits=BITS, group_size=GROUP)
     assert done.manifest["verification"] == finished(name, "rtn").manifest["verification"]
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "message"),
+    [
+        ("gptq", {"bits": 4, "group_size": 8, "format": "gptq"}, "format gptq: not possible for falcon"),
+        ("rtn", {"bits": 4, "group_size": 8, "format": "awq", "symmetric": False}, "format awq: not possible"),
+        ("nf4", {}, "bitsandbytes' format: not possible"),
+        ("int8", {}, "bitsandbytes' format: not possible"),
+        ("smoothquant", {}, "8-bit inputs: not possible"),
+    ],
+)
+def test_c11_what_loaders_pass_by_in_a_falcon_is_refused(shelf, ids, tmp_path, method, settings, message):
+    """transformers puts its modules in the place of nn.Linear alone: the file would load with other, random weights."""
+    with pytest.raises(SutureError, match=message + r".*FalconLinear.*put `- unfuse: \{\}` before it"):
+        quantize(
+            shelf("FA"), tmp_path / "out", method, data=ids if method in ("gptq", "smoothquant") else None, **settings
+        )
+
+
+def test_b6_a_falcon_taken_apart_is_quantized_to_what_it_could_not_hold(shelf, ids, tmp_path):
+    done = run({"model": str(shelf("FA-new")), "output": str(tmp_path / "out"), "steps": [{"unfuse": {}}, {"nf4": {}}]})
+    assert done.manifest["verification"]["missing"] == 0 and done.manifest["verification"]["unexpected"] == 0
+    assert len(done.manifest["modules"]) == 2 * 6

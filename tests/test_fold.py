@@ -20,6 +20,8 @@ PLACES = {  # producers of block 1
     "GP": ["ln_1", "attn.c_attn", "ln_2"],
     "NX": ["input_layernorm", "attention.query_key_value", "post_attention_layernorm"],
     "PH": ["input_layernorm", "self_attn.v_proj"],
+    "FA": ["input_layernorm", "self_attention.query_key_value"],
+    "FA-new": ["ln_attn", "self_attention.query_key_value", "ln_mlp"],
     "P3": ["input_layernorm", "self_attn.qkv_proj", "post_attention_layernorm", "mlp.gate_up_proj"],
     "G2": SANDWICH,
     "G3": SANDWICH,
@@ -93,7 +95,9 @@ def test_d6_the_places_are_those_of_the_family(shelf, name):
     linears = {linear.module for group in skeleton.layout.blocks[1] for linear in group}
     routers = {f"{prefix}mlp.gate"} if name in ("MX", "QM") else set()
     assert set(consumers) - linears == routers
-    reasons = {"GP": "mlp.c_proj", "NX": "mlp.dense_4h_to_h", "PH": "mlp.fc2"}
+    reasons = {"GP": "mlp.c_proj", "NX": "mlp.dense_4h_to_h", "PH": "mlp.fc2"} | dict.fromkeys(
+        ("FA", "FA-new"), "mlp.dense_4h_to_h"
+    )
     assert list(missed) == ([next(m for m in missed if m.endswith(reasons[name]))] if name in reasons else [])
     assert all("GELU" in reason for reason in missed.values())
 
@@ -150,7 +154,7 @@ def test_a_norm_whose_gain_would_be_rounded_away_keeps_it(shelf):
     assert taken[1] == 1 and weight[1] == 0.5  # 1.5 / 1000 - 1 is -1 in bfloat16
 
 
-@pytest.mark.parametrize("name", ["L1", "P3", "GP", "NX", "DS-q-lora"])
+@pytest.mark.parametrize("name", ["L1", "P3", "GP", "NX", "FA", "FA-new", "DS-q-lora"])
 def test_ranges_are_cut_by_output_error_only_where_no_softmax_follows(shelf, name):
     skeleton = open_skeleton(open_checkpoint(shelf(name)))
     rows = value_rows(skeleton, 0)
@@ -158,12 +162,16 @@ def test_ranges_are_cut_by_output_error_only_where_no_softmax_follows(shelf, nam
     assert set(rows) == set(linears)
     free = {m.rsplit(".", 1)[1] for m, r in rows.items() if r is None}
     partly = {m.rsplit(".", 1)[1]: len(r) / linears[m].out_features for m, r in rows.items() if r is not None}
-    assert {"L1": {"q_proj": 0, "k_proj": 0}, "P3": {"qkv_proj": 2 / 12}, "GP": {"c_attn": 1 / 3}}.get(
-        name,
-        {"query_key_value": 1 / 3}
-        if name == "NX"
-        else {"q_a_proj": 0, "q_b_proj": 0, "kv_a_proj_with_mqa": 0, "kv_b_proj": 12 / 28},
-    ) == {m: pytest.approx(share) for m, share in partly.items() if share < 1}
+    expected = {
+        "L1": {"q_proj": 0, "k_proj": 0},
+        "P3": {"qkv_proj": 2 / 12},
+        "GP": {"c_attn": 1 / 3},
+        "NX": {"query_key_value": 1 / 3},
+        "FA": {"query_key_value": 1 / 6},  # four query heads, one key, one value
+        "FA-new": {"query_key_value": 1 / 5},  # three query heads, one key, one value, twice
+        "DS-q-lora": {"q_a_proj": 0, "q_b_proj": 0, "kv_a_proj_with_mqa": 0, "kv_b_proj": 12 / 28},
+    }
+    assert expected[name] == {m: pytest.approx(share) for m, share in partly.items() if share < 1}
     assert free | {m for m, share in partly.items() if share == 1} == {m.rsplit(".", 1)[1] for m in linears} - {
         m for m, share in partly.items() if share < 1
     }

@@ -39,7 +39,7 @@ FORGETS = TURNS.replace("{{ m['content'] }}", "{% if loop.last %}(so) {% endif %
 # ---- isolated pieces
 
 
-@pytest.mark.parametrize("name", ["L1", "MI", "G2", "G3", "P3", "GP", "NX", "PH", "MX", "DS"])
+@pytest.mark.parametrize("name", ["L1", "MI", "G2", "G3", "P3", "GP", "NX", "PH", "FA-new", "MX", "DS"])
 def test_isolated_pieces_give_what_each_gives_by_itself(name, tmp_path):
     """Through every family's own masks and positions, sliding windows, learned positions and latent attention too."""
     make(name, tmp_path / name, "float32")

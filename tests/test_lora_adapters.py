@@ -368,14 +368,18 @@ def test_an_adapter_follows_the_steps_that_keep_the_function(shelf, tmp_path, st
     assert_same(live(tmp_path / "after", tmp_path / "carried"), live(shelf("L1"), adapter), 3e-5)
 
 
-def test_b6_an_adapter_follows_neox_to_phi_and_back(tmp_path):
-    """Through other names and rows interleaved head by head; two equal norms are one, so that only rows move."""
+@pytest.mark.parametrize(
+    ("name", "second", "first"),
+    [("NX", "post_attention_layernorm", "input_layernorm"), ("FA-new", "ln_mlp", "ln_attn")],
+)
+def test_b6_an_adapter_follows_neox_and_falcon_to_phi_and_back(tmp_path, name, second, first):
+    """Through other names and rows interleaved by head or group; two equal norms are one, so that only rows move."""
 
     def one_norm(tensors):
-        return {name: tensors[name.replace("post_attention_layernorm", "input_layernorm")].clone() for name in tensors}
+        return {name: tensors[name.replace(second, first)].clone() for name in tensors}
 
-    model = edit(make("NX", tmp_path / "model", "float32"), one_norm)
-    adapter = trained(model, tmp_path / "adapter", target_modules=TARGETS["NX"])
+    model = edit(make(name, tmp_path / "model", "float32"), one_norm)
+    adapter = trained(model, tmp_path / "adapter", target_modules=TARGETS[name])
     run({"model": str(model), "steps": [{"unfuse": {}}], "output": str(tmp_path / "phi")})
     transport(adapter, model, tmp_path / "phi", tmp_path / "there")
     assert_same(live(tmp_path / "phi", tmp_path / "there"), live(model, adapter), 3e-5)

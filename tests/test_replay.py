@@ -243,18 +243,20 @@ def test_b3_both_spellings_of_rope_give_the_same_logits(shelf, tmp_path, name, o
 def split_heads(family, linear, weight, heads, kv_heads):
     """Rows of a fused weight by part, as the family's table says: {"q": [heads, d, in], ...}."""
     fused = next(f for f in family.fused if f.linear == linear)
-    if fused.layout == "per head":
-        parts = weight.view(heads, 3, -1, weight.shape[1]).unbind(1)
-        return dict(zip(fused.parts, parts, strict=True))
     d = weight.shape[0] // (heads + 2 * kv_heads)
+    if fused.layout == "per group":
+        grouped = weight.view(kv_heads, -1, d, weight.shape[1])
+        return {"q": grouped[:, :-2].flatten(0, 1), "k": grouped[:, -2], "v": grouped[:, -1]}
     q, k, v = weight.split([heads * d, kv_heads * d, kv_heads * d])
     return {p: w.view(-1, d, weight.shape[1]) for p, w in zip(fused.parts, (q, k, v), strict=True)}
 
 
 def join_heads(family, linear, parts):
     fused = next(f for f in family.fused if f.linear == linear)
-    if fused.layout == "per head":
-        return torch.stack([parts[p] for p in fused.parts], 1).flatten(0, 2)
+    if fused.layout == "per group":
+        kv_heads = len(parts["k"])
+        grouped = [parts[p].unflatten(0, (kv_heads, -1)) for p in fused.parts]
+        return torch.cat(grouped, 1).flatten(0, 2)
     return torch.cat([parts[p].flatten(0, 1) for p in fused.parts])
 
 
@@ -262,6 +264,8 @@ def join_heads(family, linear, parts):
     ("name", "qkv", "out"),
     [
         ("NX", "attention.query_key_value", "attention.dense"),
+        ("FA", "self_attention.query_key_value", "self_attention.dense"),
+        ("FA-new", "self_attention.query_key_value", "self_attention.dense"),
         ("GP", "attn.c_attn", "attn.c_proj"),
         ("P3", "self_attn.qkv_proj", "self_attn.o_proj"),
     ],
@@ -273,9 +277,9 @@ def test_b6_b7_b8_heads_permuted_by_the_tables_layout_leave_logits_as_they_are(s
     family = layout.family
     config = json.loads((shelf(name) / "config.json").read_text())
     heads = config.get("num_attention_heads") or config["n_head"]
-    kv_heads = config.get("num_key_value_heads", heads)
+    kv_heads = {"FA": 1, "FA-new": 2}.get(name) or config.get("num_key_value_heads", heads)
     order = torch.arange(kv_heads).roll(1)
-    q_order = (order[:, None] * (heads // kv_heads) + torch.arange(heads // kv_heads)).flatten()
+    q_order = (order[:, None] * (heads // kv_heads) + torch.arange(heads // kv_heads).flip(0)).flatten()
 
     def permuted(tensors):
         for index in range(2):

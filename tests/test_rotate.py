@@ -15,6 +15,8 @@ REFUSED = {
     "GP": "LayerNorm",
     "NX": "LayerNorm",
     "PH": "LayerNorm",
+    "FA": "LayerNorm",
+    "FA-new": "LayerNorm",
     "W-gemma3": "normalizes what",
     "W-gemma3-new": "normalizes what",
     "W-mistral3": "vision model",

@@ -64,6 +64,8 @@ def assert_sound(done):
         ("P3", "rtn"),
         ("GP", "rtn"),
         ("NX", "gptq"),
+        ("FA", "rtn"),
+        ("FA-new", "gptq"),
         ("QM", "rtn"),
         ("DS-q-lora", "rtn"),
     ],

@@ -34,7 +34,7 @@ def ends(names):
 # ---- patterns
 
 
-@pytest.mark.parametrize("name", ["L1", "P3", "GP", "NX", "MX", "QM", "W-gemma3"])
+@pytest.mark.parametrize("name", ["L1", "P3", "GP", "NX", "FA", "MX", "QM", "W-gemma3"])
 def test_all_linear_is_every_layer_of_every_block(layouts, name):
     selection = select(layouts(name), ["all-linear"], [])
     assert selection.chosen == layouts(name).linears

@@ -156,7 +156,7 @@ def test_new_tokens_begin_as_means_and_leave_the_others_alone(dressed, tmp_path,
     assert done.manifest["receipts"][-1]["added"] == {"<|scalpel|>": first, "sutured the": first + 1}
 
 
-@pytest.mark.parametrize("name", ["L2", "NX", "PH", "MX", "W-gemma3-new"])
+@pytest.mark.parametrize("name", ["L2", "NX", "PH", "FA", "FA-new", "MX", "W-gemma3-new"])
 def test_padding_needs_no_tokenizer(tmp_path, name):
     model = make(name, tmp_path / "m", "float32")
     done = apply(model, tmp_path / "out", {"pad_to_multiple": 128})
