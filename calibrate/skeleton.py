@@ -373,7 +373,9 @@ def finite(tensor: Tensor, name: str, source: str) -> Tensor:
 
 def _sums_up(tensor: Tensor) -> bool:
     """Whether sums are finite, as all values then are: much faster than looking at each."""
-    return all(bool(torch.isfinite(part.float().sum())) for part in tensor.reshape(-1).split(1 << 20))
+    flat = tensor.reshape(-1)
+    memory = torch.empty(min(flat.numel(), 1 << 18), dtype=torch.float32, device=flat.device)  # once, not for each part
+    return all(bool(memory[: len(part)].copy_(part).sum().isfinite()) for part in flat.split(1 << 18))
 
 
 def open_skeleton(

@@ -8,11 +8,11 @@ agree to float32 rounding; what separates the last two is what storing cost, and
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -278,6 +278,7 @@ def write_merged(
     with (
         ShardWriter(directory, shards) as writer,
         ThreadPoolExecutor(1, "suture-read") as reader,
+        ThreadPoolExecutor(1, "suture-write") as scribe,
         ThreadPoolExecutor(1, "suture-sync") as syncer,
     ):
 
@@ -286,28 +287,34 @@ def write_merged(
             staging.record(entry)
 
         syncing: Future[None] | None = None
+        writing: Future[None] | None = None
         waiting = 0
         todo = plan.specs[done["upto"] :]
         ahead = _ahead(reader, [_reading(source, plan, spec.name) for spec in todo])
         numbered = zip(range(done["upto"] + 1, len(plan.specs) + 1), todo, ahead, strict=True)
         for upto, spec, stored in progress.track(numbered, len(todo), label):
-            if _suspicious(stored):
+            if spec.name not in pieces or any(piece.place.expert is not None for piece in pieces[spec.name]):
                 finite(stored, spec.name, source.source)
             if spec.name in pieces:
                 grid = plan.arrangement.arranged.names.get(spec.name) if isinstance(source, AsTrained) else None
                 on_grid = isinstance(source, AsTrained) and grid in source.transposed
                 before = stored.clone() if on_grid else stored
                 stored, found = merge_tensor(stored, pieces[spec.name])
-                _check_overflow(stored, spec.name)
+                if not all(map(_sound, found.values())):
+                    finite(_reading(source, plan, spec.name)(), spec.name, source.source)
+                    _check_overflow(stored, spec.name)
                 made = {name: _record(plan, name, rounding) for name, rounding in found.items()}
                 if on_grid and grid is not None and isinstance(source, AsTrained):
                     along, energy = survival(before, stored, source.again(grid, stored))
                     for record in made.values():
                         record["survives_requantizing"] = _short(along / energy) if energy else None
                 records |= made
-            writer.write(spec.name, stored)
+            if writing is not None:
+                writing.result()  # one tensor behind at most: two are in memory, and one that is read ahead
+            writing = scribe.submit(writer.write, spec.name, stored)
             waiting += spec.nbytes
             if waiting >= _SYNC or upto == len(plan.specs):
+                writing.result()
                 if syncing is not None:
                     syncing.result()
                 entry = {"step": key, "unit": "tensors", "upto": upto, "records": dict(records)}
@@ -335,17 +342,13 @@ def _ahead(pool: ThreadPoolExecutor, reads: Sequence[Callable[[], Tensor]]) -> I
         yield tensor
 
 
-def _suspicious(tensor: Tensor) -> bool:
-    """Whether a tensor may hold NaN or inf: its sum is neither, unless it does (or is huge)."""
-    return (
-        tensor.is_floating_point()
-        and tensor.element_size() > 1
-        and not bool(torch.isfinite(tensor.sum(dtype=torch.float32)))
-    )
+def _sound(found: Rounding) -> bool:
+    """Whether no number of the weight, before or after, is NaN or infinite: it would be in these sums of squares."""
+    return all(map(math.isfinite, (found.weight, found.delta, found.kept, found.noise)))
 
 
 def _check_overflow(tensor: Tensor, name: str) -> None:
-    if _suspicious(tensor) and not bool(torch.isfinite(tensor).all()):
+    if not bool(torch.isfinite(tensor).all()):
         raise SutureError(
             f"{name}: merged, it holds values too large for {tensor.dtype}".replace("torch.", ""),
             "the adapter is not of this model, or convert the model to bfloat16 or float32 first",
@@ -391,9 +394,9 @@ def _short(value: float) -> float:
 
 def _summary(tensors: dict[str, Any]) -> dict[str, Any]:
     """The whole change beside the whole of the weights it is in, and how much of it the stored dtype kept."""
-    weight = sqrt(sum(record["weight_norm"] ** 2 for record in tensors.values()))
-    delta = sqrt(sum(record["delta_norm"] ** 2 for record in tensors.values()))
-    lost = sqrt(sum((record["lost_to_rounding"] * record["delta_norm"]) ** 2 for record in tensors.values()))
+    weight = math.sqrt(sum(record["weight_norm"] ** 2 for record in tensors.values()))
+    delta = math.sqrt(sum(record["delta_norm"] ** 2 for record in tensors.values()))
+    lost = math.sqrt(sum((record["lost_to_rounding"] * record["delta_norm"]) ** 2 for record in tensors.values()))
     kept = sum(record["kept"] * record["delta_norm"] ** 2 for record in tensors.values())
     notes = []
     if delta == 0:
