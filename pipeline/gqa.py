@@ -103,7 +103,7 @@ def run(work: StepRun, plan: GQAPlan, settings: GQASettings) -> StepResult:
         inputs = attention.q.shape[-1]
         C = torch.eye(inputs, dtype=torch.float64) if stream is None else _second_moment(skeleton, index, stream)
         pairs = rotary_pairs(_rotated(skeleton, index), plan.layout.family.rope)
-        made = regroup(attention, C, pairs, settings.kv_heads, settings.method, settings.grouping)
+        made = regroup(attention, C, pairs, settings.kv_heads, settings.method, settings.grouped)
         record = {
             "method": settings.method,
             "kv_heads": [plan.counts.key_value, settings.kv_heads],

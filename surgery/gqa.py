@@ -44,8 +44,10 @@ class GQASettings(BaseModel):
         "pca",
         description="how a group is merged: mean (no text needed), procrustes (aligned, then mean), pca (loses least)",
     )
-    grouping: Grouping = Field(
-        "contiguous", description="which heads are merged: neighbours, or those whose merge loses least"
+    grouping: Grouping | None = Field(
+        None,
+        description="which heads are merged: contiguous (neighbours) or similar (those whose merge loses least); null: "
+        "similar, but contiguous with mean, which then touches no query and no output",
     )
     refit: Refit = Field(
         "none",
@@ -55,6 +57,11 @@ class GQASettings(BaseModel):
     ridge: float = Field(
         0.01, gt=0, description="of the refit: pull towards the W_o it starts from, in mean squared inputs"
     )
+
+    @property
+    def grouped(self) -> Grouping:
+        """`grouping`, or what is best for the method."""
+        return self.grouping or ("contiguous" if self.method == "mean" else "similar")
 
 
 @dataclass(frozen=True)

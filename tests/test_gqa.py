@@ -12,7 +12,7 @@ import warm
 from kit import LENGTH, edit, ids_file, make, read, run, some_ids
 
 from suture.checkpoint.errors import SutureError
-from suture.surgery.gqa import regroup
+from suture.surgery.gqa import GQASettings, regroup
 from suture.surgery.grouping import contiguous, group_by_cost
 from suture.surgery.heads import Attention, rotary_pairs
 from suture.surgery.merge import merge
@@ -295,11 +295,12 @@ def test_the_same_model_loses_by_mean_and_the_groups_are_found_among_shuffled_he
     for file in mergeable.iterdir():
         (shuffled / file.name).write_bytes(file.read_bytes())
     edit(shuffled, shuffle)
-    found = convert(shuffled, tmp_path / "out", ids, kv_heads=4, method="pca", grouping="similar").manifest
+    found = convert(shuffled, tmp_path / "out", ids, kv_heads=4, method="pca").manifest
     assert found["receipts"][0]["exact"]
     assert found["modules"]["model.layers.1.self_attn"]["groups"] == [[0, 4], [1, 5], [2, 6], [3, 7]]
-    in_order = convert(shuffled, tmp_path / "order", ids, kv_heads=4, method="pca").manifest["receipts"][0]
-    assert not in_order["exact"]
+    in_order = convert(shuffled, tmp_path / "order", ids, kv_heads=4, method="pca", grouping="contiguous").manifest
+    assert not in_order["receipts"][0]["exact"]
+    assert GQASettings(kv_heads=4, method="mean").grouped == "contiguous"  # published so: W_q and W_o stay as they are
 
 
 @pytest.mark.parametrize(
