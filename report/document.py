@@ -146,7 +146,7 @@ def make_report(
 def _adjusted(tasks: Sequence[Mapping[str, Any]], generation: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """Both sections with their p-values adjusted together (Holm)."""
     rows = [*tasks, *generation]
-    adjusted = holm([row["paired"].get("p", row["paired"].get("p_mid")) for row in rows])
+    adjusted = holm([row["paired"]["p"] for row in rows])
     made = [dict(row) | {"paired": dict(row["paired"]) | {"p_holm": p}} for row, p in zip(rows, adjusted, strict=True)]
     return {"tasks": made[: len(tasks)], "generation": made[len(tasks) :]}
 

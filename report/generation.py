@@ -20,10 +20,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.errors import SutureError
-from .clusters import ClusterMean, cluster_mean, t_test
-from .pairs import bonett_price, mcnemar, paired_proportions
+from .grouped import clustered, difference, labels_of, share
 from .power import power_of
-from .proportions import pass_at_k, split_variance, wilson
+from .proportions import pass_at_k, split_variance
 
 Match = Literal["exact", "contains"]
 
@@ -161,8 +160,7 @@ def compare_generations(
 ) -> list[dict[str, Any]]:
     """Rows of the report's `generation`, one per k. `base`, `candidate`: (items, samples), whether each answer is right."""
     x, y = np.asarray(base).astype(bool), np.asarray(candidate).astype(bool)
-    labels = [q.group if q.group is not None else f"item {i}" for i, q in enumerate(questions)]
-    grouped = len(set(labels)) < len(labels)
+    labels, grouped = labels_of([q.group for q in questions])
     rows = []
     for k in ks:
         ours, theirs = (_pass_of_items(right, k) for right in (x, y))
@@ -175,9 +173,13 @@ def compare_generations(
                 "n_groups": len(set(labels)) if grouped else None,
                 "samples": x.shape[1],
                 "level": level,
-                "base": _share(ours, labels, level),
-                "candidate": _share(theirs, labels, level),
-                "paired": _paired(x, y, ours, theirs, labels, level),
+                "base": share(ours, labels, level),
+                "candidate": share(theirs, labels, level),
+                "paired": {
+                    **difference(ours, theirs, labels, level),
+                    "p_holm": None,
+                    "power": power_of(clustered(theirs - ours, labels).se_jackknife, len(labels), level),
+                },
                 "variance": {"base": _split(x), "candidate": _split(y)} if k == 1 else None,
             }
         )
@@ -186,56 +188,6 @@ def compare_generations(
 
 def _pass_of_items(right: npt.NDArray[np.bool_], k: int) -> npt.NDArray[np.float64]:
     return np.array([pass_at_k(right.shape[1], int(row.sum()), k) for row in right])
-
-
-def _clusters(values: npt.NDArray[np.float64], labels: Sequence[str], level: float) -> ClusterMean:
-    groups: dict[str, list[float]] = {}
-    for value, label in zip(values, labels, strict=True):
-        groups.setdefault(label, []).append(float(value))
-    return cluster_mean(list(groups.values()), level=level, cluster="item" if len(groups) == len(labels) else "group")
-
-
-def _share(values: npt.NDArray[np.float64], labels: Sequence[str], level: float) -> dict[str, Any]:
-    """Wilson's interval where each item is right or wrong, else the jackknife over items or groups.
-
-    Items that are all alike have no spread to take an interval from: right or wrong all of them, they get Wilson's too.
-    """
-    single = len(set(labels)) == len(labels) and bool(np.isin(values, (0.0, 1.0)).all())
-    if single or values.min() == values.max() in (0.0, 1.0):
-        n = len(set(labels))
-        found = wilson(round(float(values.mean()) * n), n, level)
-        return {"value": float(values.mean()), "ci": [found.low, found.high], "method": "Wilson"}
-    mean = _clusters(values, labels, level)
-    bounds = None if mean.low is None or mean.high is None else [max(0.0, mean.low), min(1.0, mean.high)]
-    return {"value": mean.mean, "ci": bounds, "method": f"jackknife over {mean.n_clusters} {mean.cluster}s"}
-
-
-def _paired(
-    x: npt.NDArray[np.bool_],
-    y: npt.NDArray[np.bool_],
-    ours: npt.NDArray[np.float64],
-    theirs: npt.NDArray[np.float64],
-    labels: Sequence[str],
-    level: float,
-) -> dict[str, Any]:
-    """Right and wrong pairs where items are that; the jackknife over items or groups otherwise."""
-    moved = _clusters(theirs - ours, labels, level)
-    n = moved.n_clusters
-    found: dict[str, Any] = {"difference": moved.mean}
-    if x.shape[1] == 1 and moved.cluster == "item":
-        compared = paired_proportions(x[:, 0], y[:, 0], level)
-        found |= {"ci": [compared.low, compared.high], "method": "Bonett-Price"}
-        found |= {"p": compared.p_mid, "test": "mid-p McNemar"}
-    elif moved.se_jackknife == 0 and moved.mean in (-1.0, 0.0, 1.0):  # no spread: all of them moved alike, or none
-        lost, won = n * (moved.mean == -1), n * (moved.mean == 1)
-        found |= {"ci": list(bonett_price(lost, won, n, level)[1:]), "method": "Bonett-Price"}
-        found |= {"p": mcnemar(lost, won)[1], "test": "mid-p McNemar"}
-    else:
-        known = moved.low is not None and moved.high is not None and moved.se_jackknife is not None
-        found |= {"ci": [moved.low, moved.high] if known else None, "method": f"jackknife over {n} {moved.cluster}s"}
-        found |= {"p": t_test(moved.mean, moved.se_jackknife or 0.0, moved.df) if known else None}
-        found |= {"test": f"t over {moved.cluster}s"}
-    return found | {"p_holm": None, "power": power_of(moved.se_jackknife, len(labels), level)}
 
 
 def _split(right: npt.NDArray[np.bool_]) -> dict[str, Any] | None:

@@ -249,7 +249,7 @@ def _task(task: Content) -> dict[str, Any]:
         "candidate": interval_text(task["candidate"]["value"], task["candidate"]["ci"], percent=True),
         "difference": interval_text(pair["difference"], pair["ci"], percent=True),
         "flips": interval_text(pair["flips"]["value"], pair["flips"]["ci"], percent=True),
-        "p": f"{number_text(pair['p_mid'], 2)} (Holm {number_text(pair['p_holm'], 2)})",
+        "p": f"{number_text(pair['p'], 2)} (Holm {number_text(pair['p_holm'], 2)}; {pair['test']})",
         "margin": figure_text(task["margin_drift"]),
         "power": _power(pair["power"]),
         "protocol": task["protocol"],

@@ -22,7 +22,6 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.errors import SutureError
-from .clusters import ClusterMean, cluster_mean
 from .proportions import Proportion, wilson
 
 
@@ -103,17 +102,6 @@ def bonett_price(b: int, c: int, n: int, level: float = 0.95) -> tuple[float, fl
     centre = more - less
     half = z * math.sqrt((more + less - centre**2) / (n + 2))
     return (c - b) / n, max(-1.0, centre - half), min(1.0, centre + half)
-
-
-def clustered_difference(
-    base: npt.ArrayLike, candidate: npt.ArrayLike, clusters: Sequence[object], level: float = 0.95
-) -> ClusterMean:
-    """Mean of candidate - base over items, with the interval of whole clusters (passages, subjects)."""
-    d = np.asarray(candidate, dtype=np.float64) - np.asarray(base, dtype=np.float64)
-    order: dict[object, list[float]] = {}
-    for value, label in zip(d, clusters, strict=True):
-        order.setdefault(label, []).append(float(value))
-    return cluster_mean(list(order.values()), level=level, cluster="group")
 
 
 def holm(p_values: Sequence[float | None]) -> list[float | None]:

@@ -22,10 +22,9 @@ import numpy as np
 import numpy.typing as npt
 
 from ..checkpoint.errors import SutureError
-from .clusters import cluster_mean
-from .pairs import clustered_difference, paired_proportions
+from .grouped import clustered, difference, labels_of, share
+from .pairs import paired_proportions
 from .power import power_of
-from .proportions import wilson
 from .windows import Windows
 
 CONTEXT = "context of a request"
@@ -57,6 +56,7 @@ class Answers:
     right_norm: npt.NDArray[np.bool_]  # acc_norm; the same as `right` for a cloze
     margin: npt.NDArray[np.float64]  # nats; log-likelihood of the continuation for a cloze
     choice: npt.NDArray[np.int64]  # what it chose, by log-likelihood
+    choice_norm: npt.NDArray[np.int64]  # ... per character
 
 
 def read_items(rows: Sequence[Mapping[str, Any]], form: Form = "auto", source: str = "tasks") -> list[Item]:
@@ -144,7 +144,7 @@ def answers(items: Sequence[Item], windows: Windows, nll: npt.ArrayLike, greedy:
     """From each scored token's NLL and whether it is the model's first guess, in the plan's order."""
     sums = -np.array([part.sum() for part in windows.by_document(nll)])
     matched = np.array([bool(part.all()) for part in windows.by_document(greedy)])
-    right, right_norm, margin, choice = [], [], [], []
+    right, right_norm, margin, choice, choice_norm = [], [], [], [], []
     start = 0
     for item in items:
         scores = sums[start : start + len(item.requests)]
@@ -153,15 +153,18 @@ def answers(items: Sequence[Item], windows: Windows, nll: npt.ArrayLike, greedy:
             right_norm.append(matched[start])
             margin.append(scores[0])
             choice.append(int(matched[start]))
+            choice_norm.append(int(matched[start]))
         else:
             lengths = np.array([max(1, len(continuation.lstrip())) for _, continuation in item.requests])
             others = np.delete(scores, item.gold)
             right.append(int(scores.argmax()) == item.gold)
-            right_norm.append(int((scores / lengths).argmax()) == item.gold)
+            choice_norm.append(int((scores / lengths).argmax()))
+            right_norm.append(choice_norm[-1] == item.gold)
             margin.append(scores[item.gold] - others.max())
             choice.append(int(scores.argmax()))
         start += len(item.requests)
-    return Answers(np.array(right), np.array(right_norm), np.array(margin), np.array(choice, dtype=np.int64))
+    chosen = (np.array(numbers, dtype=np.int64) for numbers in (choice, choice_norm))
+    return Answers(np.array(right), np.array(right_norm), np.array(margin), *chosen)
 
 
 def compare_answers(
@@ -169,22 +172,15 @@ def compare_answers(
 ) -> list[dict[str, Any]]:
     """Rows of the report's `tasks`: accuracy, and for multiple choice accuracy per character."""
     cloze = all(item.cloze for item in items)
-    pairs = [("acc", base.right, candidate.right)]
+    pairs = [("acc", base.right, candidate.right, base.choice != candidate.choice)]
     if not cloze:
-        pairs.append(("acc_norm", base.right_norm, candidate.right_norm))
-    labels = [item.group if item.group is not None else f"item {i}" for i, item in enumerate(items)]
-    grouped = len(set(labels)) < len(labels)
-    drift = _differences(candidate.margin, base.margin, labels)
-    moved = cluster_mean(drift, level=level, cluster="group" if grouped else "item")
+        pairs.append(("acc_norm", base.right_norm, candidate.right_norm, base.choice_norm != candidate.choice_norm))
+    labels, grouped = labels_of([item.group for item in items])
+    moved = clustered(candidate.margin - base.margin, labels, level)
     rows = []
-    for metric, ours, theirs in pairs:
-        compared = paired_proportions(ours, theirs, level)
-        bounds: list[float] | None = [compared.low, compared.high]
-        method = "Bonett-Price"
-        if grouped:
-            clustered = clustered_difference(ours, theirs, labels, level)
-            method = f"jackknife over {clustered.n_clusters} groups"
-            bounds = None if clustered.low is None or clustered.high is None else [clustered.low, clustered.high]
+    for metric, ours, theirs, chosen in pairs:
+        x, y = ours.astype(np.float64), theirs.astype(np.float64)
+        counts = paired_proportions(ours, theirs, level)
         rows.append(
             {
                 "name": name,
@@ -193,22 +189,19 @@ def compare_answers(
                 "n_items": len(items),
                 "n_groups": len(set(labels)) if grouped else None,
                 "level": level,
-                "base": _share(int(ours.sum()), len(items), level),
-                "candidate": _share(int(theirs.sum()), len(items), level),
+                "base": share(x, labels, level) | {"right": int(ours.sum())},
+                "candidate": share(y, labels, level) | {"right": int(theirs.sum())},
                 "paired": {
-                    "difference": compared.difference,
-                    "ci": bounds,
-                    "method": method,
-                    "both": compared.both,
-                    "base_only": compared.base_only,
-                    "candidate_only": compared.candidate_only,
-                    "neither": compared.neither,
-                    "p_exact": compared.p_exact,
-                    "p_mid": compared.p_mid,
+                    **difference(x, y, labels, level),
+                    "both": counts.both,
+                    "base_only": counts.base_only,
+                    "candidate_only": counts.candidate_only,
+                    "neither": counts.neither,
+                    "p_exact": None if grouped else counts.p_exact,  # as if items were independent
                     "p_holm": None,
-                    "flips": {"value": compared.flips.value, "ci": [compared.flips.low, compared.flips.high]},
-                    "changed": float((base.choice != candidate.choice).mean()),
-                    "power": power_of(_spread(ours, theirs, labels), len(items), level),
+                    "flips": _share_of(ours != theirs, labels, level),
+                    "changed": float(chosen.mean()),
+                    "power": power_of(clustered(y - x, labels).se_jackknife, len(items), level),
                 },
                 "margin_drift": {
                     "value": moved.mean,
@@ -219,21 +212,9 @@ def compare_answers(
     return rows
 
 
-def _share(right: int, n: int, level: float) -> dict[str, Any]:
-    found = wilson(right, n, level)
-    return {"value": found.value, "ci": [found.low, found.high], "right": right}
-
-
-def _spread(ours: npt.NDArray[np.bool_], theirs: npt.NDArray[np.bool_], labels: Sequence[str]) -> float | None:
-    """Standard error of the difference over items, or over the groups that they share."""
-    return cluster_mean(_differences(theirs.astype(float), ours.astype(float), labels)).se_jackknife
-
-
-def _differences(x: npt.NDArray[Any], y: npt.NDArray[Any], labels: Sequence[str]) -> list[list[float]]:
-    groups: dict[str, list[float]] = {}
-    for value, label in zip(x - y, labels, strict=True):
-        groups.setdefault(label, []).append(float(value))
-    return list(groups.values())
+def _share_of(flags: npt.NDArray[np.bool_], labels: Sequence[str], level: float) -> dict[str, Any]:
+    found = share(flags.astype(np.float64), labels, level)
+    return {"value": found["value"], "ci": found["ci"]}
 
 
 def _encode_pairs(tokenizer: Any, requests: Sequence[tuple[str, str]]) -> tuple[list[list[int]], list[list[int]]]:
@@ -368,44 +349,81 @@ _UNCONDITIONAL = 1_000_000  # OLMo numbers its requests without a question ("Ans
 def _grouped_requests(rows: Sequence[Mapping[str, Any]], source: str) -> list[Item]:
     """Requests of one `doc_id` are the choices of one item, in the order of their `idx` or of the lines."""
     by_item: dict[Any, list[tuple[int, tuple[str, str]]]] = {}
-    gold: dict[Any, int] = {}
+    labels: dict[Any, tuple[Any, str]] = {}  # item -> what is right, and where it says so
     for number, row in enumerate(rows):
-        key = row.get("native_id", row["doc_id"]) if row["doc_id"] is None else row["doc_id"]
+        where = f"{source}: line {number + 1}"
+        key = row.get("doc_id")
+        key = row.get("native_id") if key is None else key
+        if key is None or isinstance(key, list | dict):
+            raise SutureError(f"{where}: its doc_id is {key!r}", "give each item a number or a name")
         if isinstance(key, int) and key >= _UNCONDITIONAL:
             continue
-        pairs = _pairs_of(row, f"{source}: line {number + 1}")
+        pairs = _pairs_of(row, where)
         found = by_item.setdefault(key, [])
         for pair in pairs:
             at = int(row["idx"]) if len(pairs) == 1 and isinstance(row.get("idx"), int) else len(found)
             found.append((at, pair))
-        label = row["label"] if "label" in row else row["gold"] if "gold" in row else row.get("target")
-        gold[key] = _gold(label, [pair for _, pair in sorted(found)], f"{source}: line {number + 1}")
-    return [Item(tuple(pair for _, pair in sorted(found)), gold[key]) for key, found in by_item.items()]
+        labels[key] = (_label(row, pairs), where)
+    items = []
+    for key, found in by_item.items():
+        pairs = [pair for _, pair in sorted(found)]
+        label, where = labels[key]
+        gold = _gold(label, pairs, where)
+        if not 0 <= gold < len(pairs):
+            raise SutureError(f"{where}: the right choice is {label!r}, of {len(pairs)} choices numbered from 0")
+        items.append(Item(tuple(pairs), gold))
+    return items
+
+
+def _label(row: Mapping[str, Any], pairs: Sequence[tuple[str, str]]) -> Any:
+    """What a row says is right. Where contexts differ instead of continuations (WinoGrande), lm-eval's `target` is the
+    continuation that all share; the data set's own answer, numbered from 1, tells which context."""
+    for name in ("label", "gold"):
+        if name in row:
+            return row[name]
+    target, document = row.get("target"), row.get("doc")
+    if len(pairs) > 1 and isinstance(target, str) and len({continuation for _, continuation in pairs}) == 1:
+        answer = str(document.get("answer", "")) if isinstance(document, Mapping) else ""
+        return int(answer) - 1 if answer.isdigit() else target
+    return target
 
 
 def _pairs_of(row: Mapping[str, Any], where: str) -> list[tuple[str, str]]:
     """(context, continuation) of a row: one, or all of an item in lm-eval's log of samples."""
+    request = row.get("request", row)
+    given: Any = [request]
     if "arguments" in row:
-        given = row["arguments"]
-        calls = list(given.values()) if isinstance(given, Mapping) else list(given)
-        pairs = [list(call.values()) if isinstance(call, Mapping) else list(call) for call in calls]
-    else:
-        request = row.get("request", row)
-        pairs = [[request.get("context"), request.get("continuation")]]
-    if not pairs or any(len(pair) < 2 or not all(isinstance(text, str) for text in pair[:2]) for pair in pairs):
+        given = list(row["arguments"].values()) if isinstance(row["arguments"], Mapping) else row["arguments"]
+    pairs = [_pair(call) for call in given] if isinstance(given, list) else []
+    whole = [pair for pair in pairs if pair is not None]
+    if not whole or len(whole) < len(pairs):
         raise SutureError(f"{where}: no context and continuation", "only log-likelihood requests can be scored")
-    return [(pair[0], pair[1]) for pair in pairs]
+    return whole
+
+
+def _pair(call: Any) -> tuple[str, str] | None:
+    """By name, or in this order."""
+    if isinstance(call, Mapping):
+        named = "context" in call and "continuation" in call
+        call = [call["context"], call["continuation"]] if named else list(call.values())
+    if not isinstance(call, list | tuple) or len(call) < 2 or not all(isinstance(text, str) for text in call[:2]):
+        return None
+    return call[0], call[1]
 
 
 def _gold(label: Any, pairs: Sequence[tuple[str, str]], where: str) -> int:
-    if len(pairs) == 1 and not isinstance(label, int):
-        return 0
+    if len(pairs) == 1:
+        return 0  # a cloze
     if isinstance(label, bool | int):
         return int(label)
     text = str(label).strip()
     if text.isdigit():
         return int(text)
     matching = [i for i, (_, continuation) in enumerate(pairs) if continuation.strip() == text]
-    if matching:
+    if len(matching) == 1:
         return matching[0]
+    if matching:
+        raise SutureError(
+            f"{where}: the right choice is {label!r}, which {len(matching)} of its continuations are", "add a `label`"
+        )
     raise SutureError(f"{where}: the right choice is {label!r}, neither a number nor one of the continuations")

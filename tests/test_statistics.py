@@ -11,9 +11,9 @@ from statsmodels.stats.proportion import proportion_confint
 
 from suture.checkpoint.errors import SutureError
 from suture.report.clusters import cr1_se
+from suture.report.grouped import difference, labels_of, share
 from suture.report.pairs import (
     bonett_price,
-    clustered_difference,
     holm,
     mcnemar,
     mcnemar_chi_square,
@@ -145,8 +145,22 @@ def test_paired_answers():
     assert (same.difference, same.p_exact, same.p_mid, same.chi_square) == (0.0, 1.0, 1.0, None)
     with pytest.raises(SutureError, match="same items"):
         paired_proportions(base, new[:9])
-    grouped = clustered_difference(base, new, [0, 0, 1, 1, 2, 2, 3, 3, 4, 4])
-    assert grouped.mean == pytest.approx(-0.2) and grouped.n_clusters == 5
+
+
+def test_items_that_share_a_passage_are_tested_as_passages():
+    """12 passages of 5 items, two of which flip whole: ten discordant items, and two groups."""
+    labels, grouped = labels_of([f"p{i // 5}" for i in range(60)])
+    base = np.ones(60)
+    new = np.where(np.arange(60) < 10, 0.0, 1.0)
+    found = difference(base, new, labels, 0.95)
+    expected = stats.ttest_1samp([-1.0, -1.0, *[0.0] * 10], 0)
+    assert grouped and found["test"] == "t over groups" and found["method"] == "jackknife over 12 groups"
+    assert found["p"] == pytest.approx(expected.pvalue) and found["p"] > 0.1 > paired_proportions(base, new).p_mid
+    assert found["ci"] == pytest.approx(list(expected.confidence_interval()))
+    still = difference(base, base, labels, 0.95)
+    assert still["p"] == 1.0 and still["ci"][0] < 0 < still["ci"][1]  # no flip is not certainty
+    assert share(base, labels, 0.95)["ci"] == pytest.approx([wilson(12, 12).low, wilson(12, 12).high])
+    assert labels_of(["subject"] * 4) == (["item 0", "item 1", "item 2", "item 3"], False)
 
 
 def test_holm_agrees_with_statsmodels_and_leaves_what_was_not_tested():

@@ -104,6 +104,19 @@ def test_requests_of_one_item_come_together_whatever_their_lines():
     assert read_items(logged) == expected
 
 
+def test_what_is_right_is_asked_once_an_item_is_whole():
+    """A text that names a choice further down; WinoGrande's continuation that both names share; a cloze with a number."""
+    lines = [{"doc_id": 0, "target": "c", "request": {"context": "Q", "continuation": f" {x}"}} for x in "abc"]
+    assert read_items(lines) == [Item((("Q", " a"), ("Q", " b"), ("Q", " c")), 2)]
+    shared = {
+        "doc": {"answer": "2"},
+        "target": "was nicer.",
+        "arguments": [["Ann", " was nicer."], ["Bob", " was nicer."]],
+    }
+    assert read_items([{"doc_id": 0, **shared}]) == [Item((("Ann", " was nicer."), ("Bob", " was nicer.")), 1)]
+    assert read_items([{"doc_id": 0, "target": 1, "arguments": [["Q", " a"]]}]) == [Item((("Q", " a"),), 0)]
+
+
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
@@ -112,6 +125,13 @@ def test_requests_of_one_item_come_together_whatever_their_lines():
         ([FORMS["arc"][0] | {"answerKey": "E"}], "row 1 is not of the form arc"),
         ([{"query": "So", "choices": ["x"], "gold": 3}], "row 1: answer 3 of 1 choices"),
         ([{"doc_id": 0, "arguments": [["only"]]}], "no context and continuation"),
+        ([{"doc_id": 0, "arguments": None}], "line 1: no context and continuation"),
+        ([{"doc_id": 0, "request": "abc"}], "line 1: no context and continuation"),
+        ([{"doc_id": 0, "target": "7", "arguments": [["Q", " a"], ["Q", " b"]]}], "is '7', of 2 choices"),
+        ([{"doc_id": 0, "target": -1, "arguments": [["Q", " a"], ["Q", " b"]]}], "is -1, of 2 choices"),
+        ([{"doc_id": 0, "target": "a", "arguments": [["Q", " a"], ["R", " a"]]}], "'a', which 2 of its continuations"),
+        ([{"doc_id": 0, "arguments": [["Q", " a"]]}, {"arguments": [["Q", " a"]]}], "line 2: its doc_id is None"),
+        ([{"doc_id": [0], "arguments": [["Q", " a"]]}], r"its doc_id is \[0\]"),
     ],
 )
 def test_a_file_that_is_no_task_is_refused(rows, message):
@@ -211,7 +231,8 @@ def test_two_models_answers_are_compared_item_by_item():
     new = np.where(rng.random(40) < 0.2, ~base, base)
 
     def model(right):
-        return Answers(right, right, np.where(right, 1.0, -1.0), np.where(right, 0, 1))
+        chosen = np.where(right, 0, 1)
+        return Answers(right, right, np.where(right, 1.0, -1.0), chosen, chosen)
 
     acc, norm = compare_answers("t", items, model(base), model(new), level=0.95, protocol="p")
     assert (acc["metric"], norm["metric"], acc["n_items"], acc["n_groups"]) == ("acc", "acc_norm", 40, 10)
