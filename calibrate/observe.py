@@ -18,7 +18,10 @@ def observe_inputs(skeleton: Skeleton, index: int, stream: Stream, watch: Mappin
     each of its inputs, batch by batch."""
 
     def hook(look: Callable[[Any], None]) -> Callable[[nn.Module, tuple[Any, ...]], None]:
-        return lambda module, inputs: look(inputs[0])
+        def see(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+            look(inputs[0])  # what it returns is not handed on: it would replace the layer's inputs
+
+        return see
 
     handles = [skeleton.model.get_submodule(path).register_forward_pre_hook(hook(look)) for path, look in watch.items()]
     try:

@@ -15,6 +15,7 @@ mix in the weights themselves, so there an adapter has to be merged first.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -70,7 +71,7 @@ def find_map(sources: Sequence[Tensor], target: Tensor, head: int | None) -> Map
     columns = _selection(stacked.T, target.T)
     if columns is not None:
         return Map("columns selected", columns=columns)
-    best = 1.0
+    best = math.inf
     for found in (_pooling(stacked, target, head), _scaling(stacked, target)):
         if isinstance(found, Map):
             return found
@@ -96,10 +97,10 @@ def _bytes(W: Tensor) -> list[bytes]:
 
 def _pooling(source: Tensor, target: Tensor, head: int | None) -> Map | float:
     if head is None or source.shape[1] != target.shape[1] or target.shape[0] == 0:
-        return 1.0
+        return math.inf
     group, rest = divmod(source.shape[0], target.shape[0])
     if rest or group < 2 or target.shape[0] % head:
-        return 1.0
+        return math.inf
     off = _distance(pooled(source.double(), head, group), target)
     return off if off > 1 else Map(f"means of {group} heads", pool=(head, group))
 
@@ -107,7 +108,7 @@ def _pooling(source: Tensor, target: Tensor, head: int | None) -> Map | float:
 def _scaling(source: Tensor, target: Tensor) -> Map | float:
     """t and u of target = diag(t) source diag(u), by alternating least squares from log ratios."""
     if source.shape != target.shape:
-        return 1.0
+        return math.inf
     W, V = source.double(), target.double()
     u = torch.ones(W.shape[1], dtype=torch.float64)
     t = torch.ones(W.shape[0], dtype=torch.float64)

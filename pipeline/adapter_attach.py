@@ -145,6 +145,13 @@ def _attachable(skeleton: Skeleton, targets: Sequence[str], ignore: Sequence[str
     return chosen, notes
 
 
+_ALIKE = 0.5  # cosine of a layer and its rounding; at 2 bits it is above 0.8
+_ROUNDED = 2.0**-6  # relative: another dtype explains no more
+_GIVE_WHAT_WAS_QUANTIZED = (
+    "give as original the dense checkpoint that was quantized: write one by the same steps without rounding"
+)
+
+
 class _Errors:
     """What quantization took from each layer, and with calibration text the second moment of its inputs."""
 
@@ -165,12 +172,33 @@ class _Errors:
             other = self.by_module.get(linear.module)
             if other is None or (other.out_features, other.in_features) != (linear.out_features, linear.in_features):
                 raise SutureError(f"{original}: has no {linear.module} of the same shape", "is it another model?")
+        self._refuse_rescaled(quantized, original)
         self.moments = self._moments(calibration, chosen, progress) if calibration else {}
 
     def of(self, linear: Linear, quantized: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(E [out, in] float64, H [in, in] or None)."""
-        W = stored_weight(self.skeleton.source, self.by_module[linear.module])
-        return W.double() - quantized.double(), self.moments.get(linear.module)
+        """(E [out, in] float64, H [in, in] or None). Raises SutureError where the two are not one layer."""
+        W = stored_weight(self.skeleton.source, self.by_module[linear.module]).double()
+        Q = quantized.double()
+        if float((W * Q).sum()) < _ALIKE * float(W.norm() * Q.norm()):
+            raise SutureError(
+                f"{linear.name}: is not this layer of {self.checkpoint.source} rounded: its rows or inputs were moved",
+                _GIVE_WHAT_WAS_QUANTIZED,
+            )
+        return W - Q, self.moments.get(linear.module)
+
+    def _refuse_rescaled(self, quantized: Skeleton, original: str | Path) -> None:
+        """AWQ, SmoothQuant, rotate, fold_norms change what stays dense too, and then E is not what rounding took."""
+        mine, theirs = quantized.layout, self.skeleton.layout
+        linears = {f"{linear.module}.weight" for linear in mine.linears}
+        for name in sorted((set(mine.places) & set(theirs.places)) - linears):
+            a = quantized.source.read(mine.places[name].tensor).float()
+            b = self.skeleton.source.read(theirs.places[name].tensor).float()
+            if a.shape == b.shape and float((a - b).norm()) > _ROUNDED * float(b.norm()):
+                raise SutureError(
+                    f"{name} differs from that of {original}: the model was scaled or rotated before it was rounded, so the "
+                    "difference of its layers is not what rounding took",
+                    _GIVE_WHAT_WAS_QUANTIZED,
+                )
 
     @torch.no_grad()
     def _moments(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,10 @@ def transport(
         found = find_map(weights, stored_weight(after.source, linear), head)
         if not isinstance(found, Map):
             names = ", ".join(source.name for source in sources)
+            near = f" (the nearest is {found:.3g} times off what rounding explains)" if found < math.inf else ""
             raise SutureError(
-                f"{linear.name} is no row or column selection, mean pooling or scaling of {names} (the nearest is {found:.3g} "
-                "times off what rounding explains): the change does not follow exactly",
+                f"{linear.name} is no row or column selection, mean pooling or scaling of {names}{near}: the change does not "
+                "follow exactly",
                 "merge the adapter into the base first, then convert",
             )
         if found.right is not None:

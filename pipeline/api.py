@@ -189,14 +189,26 @@ def _compare(
         steps=[("compare", {"candidate": checkpoints["candidate"].source})],
         parameters=sum(math.prod(shape) for shape in skeletons["base"].source.shapes.values()),
     )
-    if latency:
-        progress.say("latency: timing both models in turn")
-        timed = time_models(checkpoints["base"].path, checkpoints["candidate"].path, choose_device(device))
-        report = replace(report, latency=timed)
     if output is not None:
         Path(output).mkdir(parents=True, exist_ok=True)
         write_report(report, Path(output))
+    if latency:
+        progress.say("latency: timing both models in turn")
+        report = replace(report, latency=_timed(before, after, choose_device(device), output))
+        if output is not None:
+            write_report(report, Path(output))
     return report
+
+
+def _timed(base: Path, candidate: Path, device: Any, output: str | Path | None) -> dict[str, Any]:
+    try:
+        return time_models(base, candidate, device)
+    except Exception as error:  # of transformers, of a format's own package, of memory: the figures so far are kept
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        kept = "" if output is None else f"; the report without it is in {output}"
+        raise SutureError(
+            f"latency: stock transformers cannot time both models: {reason}{kept}", "leave --latency out"
+        ) from error
 
 
 @dataclass(frozen=True)
@@ -271,10 +283,17 @@ def _manifest(checkpoint: Checkpoint) -> dict[str, Any]:
 
 
 def _leaks(record: Mapping[str, Any], text: TextModel, evaluations: Sequence[Evaluation]) -> list[str]:
-    """Warnings when the candidate was calibrated on text that scores it: the same, shared documents, shared 13-grams.
+    """Warnings when the candidate, or what it was made from, was calibrated on text that scores it: the same, shared
+    documents, shared 13-grams.
 
     The calibration text is read again from where the manifest says; when it is not there, only its hash is compared.
     """
+    made = [*record.get("history", []), record]
+    notes = [note for one in made for note in _leaks_of(one, text, evaluations)]
+    return list(dict.fromkeys(notes))
+
+
+def _leaks_of(record: Mapping[str, Any], text: TextModel, evaluations: Sequence[Evaluation]) -> list[str]:
     described = record.get("calibration")
     if described is None:
         return []

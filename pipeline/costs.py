@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ..calibrate.blueprint import blueprint_of
+from ..checkpoint.families import FAMILIES
 from ..checkpoint.reader import Checkpoint
 from ..quant.decode import unquantized
 from ..quant.scheme import STORAGE
@@ -22,15 +23,23 @@ def cost_of(base: Checkpoint, candidate: Checkpoint, gpus: Mapping[str, tuple[fl
     return cost_section({"base": _facts(base), "candidate": _facts(candidate)}, GPUS | own)
 
 
+_TABLES = tuple(f"{name}.weight" for name in sorted({family.embedding for family in FAMILIES.values()}))
+
+
 def _facts(checkpoint: Checkpoint) -> dict[str, Any]:
     model = blueprint_of(unquantized(checkpoint.config), checkpoint.source)
-    table, dtype = 0, torch.bfloat16  # an embedding of its own is not read whole: one row a token
+    table, dtype = (
+        0,
+        torch.bfloat16,
+    )  # not read for one token: an embedding of its own but for a row, experts not chosen
     by_dtype: dict[str, int] = {}
     for name, info in checkpoint.tensors.items():
         by_dtype[info.dtype] = by_dtype.get(info.dtype, 0) + info.nbytes
-        if name.endswith(("embed_tokens.weight", "embed_in.weight", "wte.weight")):
+        if name.endswith(_TABLES):
             dtype = STORAGE.get(info.dtype, dtype)
             table += 0 if model.tied else info.nbytes
+        elif model.experts and ".experts." in name:
+            table += info.nbytes * (model.experts - model.experts_used) // model.experts
     cache = measure_cache(checkpoint.config, dtype)
     return {
         "bytes_by_dtype": dict(sorted(by_dtype.items())),

@@ -85,6 +85,13 @@ def plan_generation(settings: Sequence[GenerationSettings], model: TextModel) ->
                 f"answer of {wanted.max_new_tokens} do not fit the model's context of {model.max_positions}",
                 "shorten the prompt or set fewer max_new_tokens",
             )
+        outside = [i for i, row in enumerate(ids) if max(row, default=0) >= model.vocabulary]
+        if outside:
+            raise SutureError(
+                f"{wanted.data}: row {1 + outside[0]}: token {max(ids[outside[0]])} is outside the model's vocabulary of "
+                f"{model.vocabulary}",
+                "the tokenizer is another model's, or has grown",
+            )
         if not all(ids):
             raise SutureError(f"{wanted.data}: row {1 + ids.index(())}: an empty prompt, and the model has no BOS")
         name = wanted.name or Path(wanted.data.split(":")[-1]).name.split(".")[0]

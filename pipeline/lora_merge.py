@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..calibrate.memory import release_memory
 from ..calibrate.replay import Stream, run_block
-from ..calibrate.skeleton import Skeleton, finite, open_layout, open_skeleton
+from ..calibrate.skeleton import Skeleton, finite, hf_text_config, open_layout, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.layout import text_config
 from ..checkpoint.manifest import Account, to_json
@@ -40,7 +40,7 @@ from ..lora.settings import MergeSettings
 from ..quant.scheme import STORAGE
 from ..surgery.untie import head_to_add, untied_config
 from .progress import Progress
-from .qlora import AsTrained, merge_base, survival
+from .qlora import AsTrained, merge_base, rounding_of, survival
 from .step import Prepared, StepResult, StepRun
 from .walk import check_exact, distance, probe_logits
 
@@ -75,7 +75,7 @@ def prepare(source: TensorSource, settings: MergeSettings) -> MergePlan:
     )
     if settings.check_base and not isinstance(settings, Rehearsal):
         _check_fingerprints(base, source, adapters)
-        _check_trained_on(source, adapters)
+        _check_trained_on(source, adapters, arrangement)
     layout, arranged, shapes = arrangement.layout, arrangement.arranged, arrangement.shapes
     pieces = pieces_by_tensor(arrangement.changes, layout)
     for name in pieces:
@@ -130,7 +130,7 @@ def _check_fingerprints(base: TensorSource, source: TensorSource, adapters: Sequ
 _SHAPE = ("model_type", "hidden_size", "n_embd", "num_hidden_layers", "n_layer")
 
 
-def _check_trained_on(source: TensorSource, adapters: Sequence[Weighted]) -> None:
+def _check_trained_on(source: TensorSource, adapters: Sequence[Weighted], arrangement: Arrangement) -> None:
     """The model that an adapter names, where it lies on this machine, must be one like `source`: some layers of another
     model have the same shapes."""
     if isinstance(source, PlannedSource):
@@ -141,6 +141,16 @@ def _check_trained_on(source: TensorSource, adapters: Sequence[Weighted]) -> Non
             continue
         raw = strict_json(named, 1 << 26)
         trained, given = (text_config(c) if isinstance(c, Mapping) else {} for c in (raw, source.config))
+        if _touches_tokens(arrangement) and trained.get("model_type") == given.get("model_type"):
+            tied = [
+                bool(getattr(hf_text_config(c, source.source), "tie_word_embeddings", False)) for c in (trained, given)
+            ]
+            if tied[0] != tied[1]:
+                raise SutureError(
+                    f"{weighted.adapter.source}: changes tokens, and was trained on {named.parent}, whose head is "
+                    f"{'tied to' if tied[0] else 'apart from'} its embedding; that of {source.source} is not",
+                    f"put `- {'retie' if tied[0] else 'untie'}: {{}}` before it, or set check_base: false",
+                )
         for key in _SHAPE:
             if key in trained and key in given and trained[key] != given[key]:
                 raise SutureError(
@@ -148,6 +158,12 @@ def _check_trained_on(source: TensorSource, adapters: Sequence[Weighted]) -> Non
                     f"{source.source} is {given[key]}",
                     "give that base, or set check_base: false",
                 )
+
+
+def _touches_tokens(arrangement: Arrangement) -> bool:
+    family = arrangement.layout.family
+    ends = (f"{family.stem}{family.embedding}.", f"{family.head}.")
+    return any(parameter.startswith(ends) for parameter in arrangement.changes)
 
 
 def _base_notes(source: TensorSource, adapters: Sequence[Weighted]) -> list[str]:
@@ -226,7 +242,10 @@ def run(work: StepRun, plan: MergePlan, settings: MergeSettings) -> StepResult:
     """Write every tensor, then check what was written against the live model."""
     _same_adapters(work, plan)
     base = merge_base(work.checkpoint, settings)
-    tensors = write_merged(base, plan, work.shards, work.directory, work.staging, work.key, work.progress, work.label)
+    again = rounding_of(*work.rounded_by) if work.rounded_by and work.unpacked else None
+    tensors = write_merged(
+        base, plan, work.shards, work.directory, work.staging, work.key, work.progress, work.label, again
+    )
     write_whole(work.directory / "config.json", to_json(plan.config))
     receipt = {"adapters": _adapter_records(plan), "base": settings.base, "tensors": tensors, **_summary(tensors)}
     _refuse_vanishing(work, settings, receipt["survives_requantizing"])
@@ -249,11 +268,11 @@ _VANISHED = 0.5  # share of a change below which quantizing again is said to los
 
 def _refuse_vanishing(work: StepRun, settings: MergeSettings, share: float | None) -> None:
     """A later step that quantizes would undo the merge: said before the hours, unless it is wanted."""
-    if share is None or share >= _VANISHED or not work.rounded_later or settings.allow_vanishing:
+    if share is None or share >= _VANISHED or work.rounded_by is None or settings.allow_vanishing:
         return
     raise SutureError(
         f"{work.label}: the change is smaller than the quantization steps and would vanish: merged into dequantized "
-        f"weights, {100 * share:.1f} % of it would survive being quantized the same way again",
+        f"weights, {100 * share:.1f} % of it would survive being quantized again ({work.rounded_by[0]})",
         "merge into the original weights and quantize those (base: original), or set allow_vanishing: true",
     )
 
@@ -267,8 +286,10 @@ def write_merged(
     key: str,
     progress: Progress,
     label: str,
+    again: Callable[[Tensor], Tensor] | None = None,
 ) -> dict[str, Any]:
-    """Stream all tensors to their places; returns what became of each changed parameter.
+    """Stream all tensors to their places; returns what became of each changed parameter. `again`: what a later step will
+    make of a matrix [out, in] that lies on a grid already.
 
     The journal's entries under `key` say how far a run that was killed had come.
     """
@@ -296,16 +317,15 @@ def write_merged(
             if spec.name not in pieces or any(piece.place.expert is not None for piece in pieces[spec.name]):
                 finite(stored, spec.name, source.source)
             if spec.name in pieces:
-                grid = plan.arrangement.arranged.names.get(spec.name) if isinstance(source, AsTrained) else None
-                on_grid = isinstance(source, AsTrained) and grid in source.transposed
-                before = stored.clone() if on_grid else stored
+                requantize = _requantizing(source, plan, spec.name, again)
+                before = stored.clone() if requantize else stored
                 stored, found = merge_tensor(stored, pieces[spec.name])
                 if not all(map(_sound, found.values())):
                     finite(_reading(source, plan, spec.name)(), spec.name, source.source)
                     _check_overflow(stored, spec.name)
                 made = {name: _record(plan, name, rounding) for name, rounding in found.items()}
-                if on_grid and grid is not None and isinstance(source, AsTrained):
-                    along, energy = survival(before, stored, source.again(grid, stored))
+                if requantize and before.shape == stored.shape:
+                    along, energy = survival(before, stored, requantize(stored))
                     for record in made.values():
                         record["survives_requantizing"] = _short(along / energy) if energy else None
                 records |= made
@@ -323,6 +343,19 @@ def write_merged(
             syncing.result()
     release_memory(sum(spec.nbytes for spec in plan.specs))
     return records
+
+
+def _requantizing(
+    source: TensorSource, plan: MergePlan, name: str, again: Callable[[Tensor], Tensor] | None
+) -> Callable[[Tensor], Tensor] | None:
+    """What quantizing again does to a tensor as it is stored; None for one that was not, or will not be, quantized."""
+    if isinstance(source, AsTrained):
+        grid = plan.arrangement.arranged.names.get(name)
+        return None if grid is None or grid not in source.transposed else lambda W: source.again(grid, W)
+    linear = next((x for x in plan.arrangement.layout.linears if x.place.tensor == name and x.expert is None), None)
+    if again is None or linear is None:
+        return None
+    return (lambda W: again(W.T).T) if linear.conv1d else again
 
 
 def _reading(source: TensorSource, plan: MergePlan, name: str) -> Callable[[], Tensor]:

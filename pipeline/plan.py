@@ -91,6 +91,7 @@ def make_plan(
             f"{recipe.model}: already quantized ({method})",
             "give the unquantized checkpoint, or let the step dequantize come first",
         )
+    _refuse_rounding_twice(checkpoint, resolved)
     if recipe.report is not None:
         dense_view(checkpoint)  # that it can be scored
     skeleton = open_skeleton(dense_view(checkpoint, weights_alone=True))
@@ -168,6 +169,21 @@ def _check_order(names: list[str]) -> None:
             raise SutureError(
                 f"steps[{i + 1}].{names[i + 1]}: comes after {name}, whose output is quantized",
                 f"put {name} last: what follows would need full precision",
+            )
+
+
+def _refuse_rounding_twice(checkpoint: Checkpoint, steps: Sequence[tuple[str, BaseModel]]) -> None:
+    """`dequantize` gives what an adapter on the quantized model saw; NF4 would round that once more, unless it was NF4."""
+    entry = checkpoint.quantization or {}
+    if entry.get("bnb_4bit_quant_type") == "nf4":
+        return
+    names = [name for name, _ in steps]
+    for number, (name, settings) in enumerate(steps):
+        if name == "lora.merge" and "dequantize" in names[:number] and getattr(settings, "base", "") == "dequantized":
+            raise SutureError(
+                "lora.merge: base: dequantized after dequantize: the weights are what the adapter saw already, and would go "
+                "through NF4 as well",
+                "use base: original",
             )
 
 

@@ -9,17 +9,21 @@ Q is NF4 (arXiv 2305.14314) in blocks of 64, as the step `nf4` writes it without
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from pydantic import BaseModel
 from torch import Tensor
 
 from ..calibrate.skeleton import open_layout
+from ..checkpoint.errors import SutureError
 from ..checkpoint.source import TensorSource, side_file
 from ..lora.settings import MergeSettings
 from ..quant.bitsandbytes import quantize_4bit
+from ..quant.rtn import rtn
+from ..quant.scheme import Scheme
 
 BLOCK = 64
 
@@ -67,11 +71,30 @@ def nf4(W: Tensor) -> Tensor:
     return quantize_4bit(W.contiguous(), "nf4", BLOCK, False).dequantize()
 
 
+def rounding_of(name: str, settings: BaseModel) -> Callable[[Tensor], Tensor]:
+    """W [out, in] as a step that quantizes leaves it, rounded to nearest (GPTQ and others choose codes better, on the same
+    steps)."""
+    if name in ("nf4", "fp4"):
+        size = int(getattr(settings, "block_size", BLOCK))
+        return lambda W: quantize_4bit(W.contiguous(), name, size, False).dequantize()  # type: ignore[arg-type]
+    bits, group = getattr(settings, "bits", 8), getattr(settings, "group_size", -1)
+    scheme = Scheme(
+        int(bits) if isinstance(bits, int | float) else 8, int(group), bool(getattr(settings, "symmetric", True))
+    )
+    return lambda W: rtn(W, scheme, W.dtype).dequantize() if scheme.divides(W.shape[1]) else W
+
+
 def merge_base(source: TensorSource, settings: MergeSettings) -> TensorSource:
     """What adapters are added to."""
     if settings.base == "original":
         return source
     layout = open_layout(source)
+    if layout.family.own_linear:
+        raise SutureError(
+            f"base: dequantized: bitsandbytes leaves {layout.family.model_type}'s {layout.family.own_linear} as it is ("
+            "not nn.Linear), so the original is what a QLoRA run saw",
+            "use base: original",
+        )
     chosen = {linear.place.tensor: linear.conv1d for linear in layout.linears if linear.expert is None}
     return AsTrained(source, chosen)
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloat, ValidationError, model_validator
 
 from ..checkpoint.errors import SutureError, did_you_mean
 from ..report.generation import Match
@@ -168,7 +168,7 @@ class ReportSettings(SetSettings):
     generation: list[GenerationSettings] = Field(
         default_factory=list, description="tasks answered in words by stock transformers, which holds one whole model"
     )
-    gpus: dict[str, tuple[float, float]] = Field(
+    gpus: dict[str, tuple[PositiveFloat, PositiveFloat]] = Field(
         default_factory=dict, description="more rows of the roofline: name -> [bytes per second, FLOPs per second]"
     )
 

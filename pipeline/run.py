@@ -23,7 +23,9 @@ from ..calibrate.tokens import TokenBlocks
 from ..checkpoint.families import family_of
 from ..checkpoint.layout import text_config
 from ..checkpoint.manifest import (
+    MANIFEST,
     account_for,
+    read_manifest,
     sha256_file,
     to_json,
 )
@@ -303,8 +305,18 @@ def _step_run(
         verify_blocks=plan.verify_blocks,
         progress=progress,
         device=plan.device,
-        rounded_later=any(step.kind.rounds for step in plan.steps[number:]),
+        rounded_by=next(((step.name, step.settings) for step in plan.steps[number:] if step.kind.rounds), None),
+        unpacked="dequantize" in [*_steps_before(original), *(step.name for step in plan.steps[: number - 1])],
     )
+
+
+def _steps_before(original: Checkpoint) -> list[str]:
+    """Names of the steps that made the recipe's model, when suture did."""
+    if not (original.path / MANIFEST).is_file():
+        return []
+    manifest = read_manifest(original.path)
+    recipes = [*(entry.get("recipe") or {} for entry in manifest["history"]), manifest["recipe"]]
+    return [name for recipe in recipes for step in recipe.get("steps") or [] for name in step]
 
 
 def _text_after(plan: Plan, n_steps: int) -> TokenBlocks | None:

@@ -104,7 +104,8 @@ def _history(checkpoint: Checkpoint) -> list[dict[str, Any]]:
     if not (checkpoint.path / MANIFEST).is_file():
         return []
     earlier = read_manifest(checkpoint.path)
-    return [*earlier.get("history", []), {"suture": earlier["suture"], "recipe": earlier["recipe"]}]
+    kept = ("suture", "recipe", "calibration")
+    return [*earlier.get("history", []), {name: earlier[name] for name in kept if earlier.get(name) is not None}]
 
 
 def config_edits(before: dict[str, Any], after: dict[str, Any]) -> list[dict[str, Any]]:

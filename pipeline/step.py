@@ -92,7 +92,8 @@ class StepRun:
     progress: Progress
     device: torch.device
     crew: Crew = ALONE  # the processes that work together
-    rounded_later: bool = False  # a step after this one quantizes
+    rounded_by: tuple[str, BaseModel] | None = None  # the step after this one that quantizes, and its settings
+    unpacked: bool = False  # an earlier step, or run, dequantized what this one is given: it lies on a grid
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,9 @@ def time_models(
 def _timed(base: Path, candidate: Path, device: torch.device, prompt: int, new: int, blocks: int) -> dict[str, Any]:
     models = {"base": load_stock(base, device), "candidate": load_stock(candidate, device)}
     vocabulary = int(models["base"].get_input_embeddings().num_embeddings)
+    room = min(getattr(model.config, "max_position_embeddings", None) or prompt + new for model in models.values())
+    new = min(new, max(1, room // 2))
+    prompt = min(prompt, max(1, room - new))
     ids = torch.randint(0, vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
     rows = []
     for name, work, tokens in (("prefill", _prefill, prompt), ("decode", decoding, new)):

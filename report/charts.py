@@ -70,7 +70,12 @@ def forest(title: str, rows: Sequence[Estimate], margin: float | None) -> str:
             )
         parts.append(f'<line class="rule" x1="{one:.1f}" x2="{one:.1f}" y1="{y + 18}" y2="{y + step - 2}"/>')
         parts.append(_bar(scale, row, y + 29))
-    parts += _axis(scale, bottom, _ratio_ticks(scale), lambda t: f"× {math.exp(t):.4g}")
+    parts += _axis(
+        scale,
+        bottom,
+        _ratio_ticks(scale),
+        lambda t: f"× {10 ** (t / math.log(10)):.4g}" if t < 700 else f"× 10^{t / math.log(10):.0f}",
+    )
     return svg(title, "; ".join(f"{row.label}: {row.text}" for row in rows), bottom + 24, parts)
 
 
@@ -331,6 +336,11 @@ def _bar(scale: _Scale, row: Estimate, y: float) -> str:
 
 def _ratio_ticks(scale: _Scale) -> list[float]:
     """Round ratios within the axis, 1 among them, at most seven."""
+    if scale.high - scale.low > 4:  # ratios of more than fifty: powers of ten
+        decades = (scale.high - scale.low) / math.log(10)
+        step = max(1, math.ceil(decades / 6))
+        lowest = math.ceil(scale.low / math.log(10) / step) * step
+        return [k * math.log(10) for k in range(lowest, math.floor(scale.high / math.log(10)) + 1, step)]
     span = math.exp(scale.high) - math.exp(scale.low)
     step = 10 ** math.floor(math.log10(span / 3))
     for factor in (1, 2, 5, 10):

@@ -328,6 +328,15 @@ def _bits_per_byte(
     nll: Sequence[npt.ArrayLike], n_bytes: float | Sequence[float] | FloatArray, log: ClusterMean
 ) -> tuple[float, float | None, float | None]:
     """sum S_g / (ln 2 * bytes), and its jackknife interval when the bytes are given per document."""
+    found = nats_per_unit(nll, n_bytes, log)
+    return tuple(None if x is None else x / math.log(2) for x in found)  # type: ignore[return-value]
+
+
+def nats_per_unit(
+    nll: Sequence[npt.ArrayLike], n_bytes: float | Sequence[float] | FloatArray, log: ClusterMean
+) -> tuple[float, float | None, float | None]:
+    """sum S_g / sum of units (bytes, words), and its jackknife interval when the units are given per document. `log`: of
+    the same documents' tokens."""
     sums = np.array([np.asarray(array, dtype=np.float64).sum() for array in nll])
     sizes = np.atleast_1d(np.asarray(n_bytes, dtype=np.float64))
     per_document = np.ndim(n_bytes) > 0
@@ -335,14 +344,13 @@ def _bits_per_byte(
         raise SutureError(f"bytes of {sizes.size} documents given for {sums.size} documents of values")
     if not sizes.sum() > 0 or (sizes < 0).any():
         raise SutureError(f"n_bytes sums to {sizes.sum():g}: expected the positive number of bytes scored")
-    bpb = float(sums.sum() / (math.log(2) * sizes.sum()))
+    mean = float(sums.sum() / sizes.sum())
     if not per_document or log.low is None:
-        return bpb, None, None
+        return mean, None, None
     kept = np.array([np.size(array) > 0 for array in nll])
-    bits = sums[kept] / math.log(2)
-    se = jackknife_se(bits - bpb * sizes[kept], sizes[kept])
-    low, high = t_interval(bpb, se, log.df, log.level) if se is not None else (None, None)
-    return bpb, low, high
+    se = jackknife_se(sums[kept] - mean * sizes[kept], sizes[kept])
+    low, high = t_interval(mean, se, log.df, log.level) if se is not None else (None, None)
+    return mean, low, high
 
 
 def _check_same_shape(base: Sequence[npt.ArrayLike], new: Sequence[npt.ArrayLike], cluster: str) -> None:

@@ -23,9 +23,9 @@ import numpy.typing as npt
 from ..checkpoint.manifest import to_json
 from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import write_whole
-from .clusters import ClusterMean, Paired, Perplexity, paired
+from .clusters import ClusterMean, Paired, Perplexity, nats_per_unit, paired
 from .fidelity import summarize
-from .figures import figure_text, interval_text, number_text
+from .figures import HUGE, figure_text, interval_text, number_text
 from .healing import healing_section
 from .layers import layer_lines, layers_section
 from .page import metric, render
@@ -171,7 +171,7 @@ def _set_row(scored: ScoredSet, compared: Paired, level: float, margin: float, s
         "name": scored.name,
         "protocol": dict(scored.protocol),
         "verdict": verdict(compared, margin),
-        "metrics": _metrics(compared, scored.windows),
+        "metrics": _metrics(compared, scored),
         "fidelity": summarize(scored.windows, scored.tokens, level) if measured else None,
         "noise_floor": scored.floor,
         "warnings": [prefix + text for text in dict.fromkeys(found)] + list(scored.warnings),
@@ -234,6 +234,9 @@ def write_report(report: Report, directory: Path) -> None:
     content = json.loads(to_json(report.content))
     pages = (markdown(content).encode(), render([content], [report.latency]).encode())
     contents = (to_json(report.content), *pages, buffer.getvalue())
+    for old, kept in ((SAMPLES, bool(report.samples)), ("latency.json", report.latency is not None)):
+        if not kept:
+            (directory / old).unlink(missing_ok=True)  # of an earlier report in the same place
     if report.samples:
         lines = [json.dumps(sample, ensure_ascii=False) for sample in report.samples]
         write_whole(directory / SAMPLES, ("\n".join(lines) + "\n").encode())
@@ -243,7 +246,8 @@ def write_report(report: Report, directory: Path) -> None:
         write_whole(directory / name, content)
 
 
-def _metrics(compared: Paired, windows: Windows) -> list[dict[str, Any]]:
+def _metrics(compared: Paired, scored: ScoredSet) -> list[dict[str, Any]]:
+    windows = scored.windows
     ratio = _row("ppl_ratio", compared.ratio, compared.low, compared.high, compared.log)
     ratio |= {"paired_with": "base", "p_value": _number(compared.p_value)}
     ratio["estimand"] = "candidate's perplexity over the base's on identical tokens, token-weighted over documents"
@@ -260,29 +264,28 @@ def _metrics(compared: Paired, windows: Windows) -> list[dict[str, Any]]:
     for name, measured in (("base", compared.base), ("candidate", compared.new)):
         rows += _absolute(name, measured, windows.bytes_exact)
         if windows.n_words is not None:
-            rows += _per_unit(name, measured, windows)
+            rows += _per_unit(name, measured, windows, windows.by_document(scored.tokens[f"nll_{name}"]))
     return rows
 
 
-def _per_unit(model: str, measured: Perplexity, windows: Windows) -> list[dict[str, Any]]:
+def _per_unit(
+    model: str, measured: Perplexity, windows: Windows, nll: Sequence[npt.NDArray[np.float64]]
+) -> list[dict[str, Any]]:
     """lm-eval's figures: exp of the summed NLL over words, and over bytes, of the original text."""
-    nll = measured.log.mean * measured.log.n_values
     rows = []
     for name, units, sizes in (("word_ppl", "word", windows.n_words), ("byte_ppl", "byte", windows.n_bytes)):
         if sizes is None:
             continue
         count = float(np.sum(sizes))
-        scale = measured.log.n_values / count  # tokens per unit: an interval per token becomes one per unit
-        bounds = None
-        if measured.log.low is not None and measured.log.high is not None:
-            bounds = [_number(_exp(measured.log.low * scale)), _number(_exp(measured.log.high * scale))]
+        mean, low, high = nats_per_unit(nll, sizes, measured.log)
+        bounds = None if low is None or high is None else [_number(_exp(low)), _number(_exp(high))]
         rows.append(
             {
                 "name": name,
-                "value": _number(_exp(nll / count)),
+                "value": _number(_exp(mean)),
                 "ci": bounds,
                 "level": measured.log.level,
-                "method": f"{METHOD}, tokens per {units} taken as fixed",
+                "method": f"{METHOD}, of nats over {units}s",
                 "cluster": measured.log.cluster,
                 "n_clusters": measured.log.n_clusters,
                 f"n_{units}s": count,
@@ -459,7 +462,9 @@ def _shown(row: Mapping[str, Any], digits: int = 4) -> str:
 
 
 def _fixed(value: float | str | None, digits: int = 4) -> str:
-    return "—" if value is None else value if isinstance(value, str) else f"{value:.{digits}f}"
+    if value is None or isinstance(value, str):
+        return "—" if value is None else value
+    return f"{value:.2e}" if abs(value) >= HUGE else f"{value:.{digits}f}"
 
 
 def _percent(level: float) -> str:

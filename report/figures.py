@@ -19,6 +19,9 @@ def figure_text(row: Mapping[str, Any] | None, *, percent: bool = False) -> str:
     return "—" if row is None else interval_text(row["value"], row["ci"], percent=percent)
 
 
+HUGE = 1e7  # from here on numbers are shown by their powers of ten
+
+
 def interval_text(value: Figure, ci: Sequence[Figure] | None, *, percent: bool = False) -> str:
     """Two significant digits of the interval's half width decide the decimals."""
     scale = 100.0 if percent else 1.0
@@ -32,6 +35,8 @@ def interval_text(value: Figure, ci: Sequence[Figure] | None, *, percent: bool =
     if low is None or high is None:
         return f"{number_text(number * scale)}{unit} [{ci[0]}, {ci[1]}]"
     half = (high - low) * scale / 2
+    if max(abs(low), abs(high), abs(number)) * scale >= HUGE:
+        return f"{number * scale:.2e}{unit} [{low * scale:.2e}, {high * scale:.2e}]"
     if half == 0:
         shown = number_text(number * scale)
         return f"{shown}{unit} [{shown}, {shown}]"
@@ -48,7 +53,7 @@ def number_text(value: Figure, digits: int = 4) -> str:
         return "—" if value is None else str(value).replace("Infinity", "∞")
     if number == 0:
         return "0"
-    return f"{number:.2e}" if abs(number) < 1e-4 or abs(number) >= 1e7 else f"{number:.{digits}g}"
+    return f"{number:.2e}" if abs(number) < 1e-4 or abs(number) >= HUGE else f"{number:.{digits}g}"
 
 
 def bytes_text(count: float) -> str:

@@ -64,7 +64,8 @@ def tokens_needed(ratio: float, se_log: float, n_tokens: int, *, power: float = 
 
 def detectable_ratio(se_log: float, *, power: float = 0.8, level: float = 0.95) -> float:
     """Smallest perplexity ratio above 1 that a measurement with this paired standard error shows."""
-    return math.exp(_z(power, level) * se_log)
+    exponent = _z(power, level) * se_log
+    return math.exp(exponent) if exponent < 700 else math.inf
 
 
 def power_of(se: float | None, n: int, level: float = 0.95, power: float = 0.8) -> dict[str, Any] | None:

@@ -112,6 +112,14 @@ def test_b18_permuted_heads_and_neurons_leave_the_logits(apply, name):
         assert torch.equal(before[key].flatten().sort().values, after[key].flatten().sort().values)
 
 
+@pytest.mark.parametrize("name", ["FA", "FA-new", "P3"])
+def test_what_looks_at_inputs_leaves_them_as_they_are(apply, tmp_path, name):
+    """Falcon's own linear layers take no [neurons] for [batch, tokens, neurons]; others would compute on it, unseen."""
+    text = {"data": str(ids_file(tmp_path / "ids.jsonl")), "samples": 4, "length": 24}
+    source, done = apply(name, {"permute": {}}, calibration=text)
+    assert_same_function(source, done)
+
+
 def test_permuting_back_restores_the_parameters():
     from suture.checkpoint.families import family_of
     from suture.surgery.permute import Part, permute

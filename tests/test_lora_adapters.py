@@ -489,3 +489,27 @@ def test_the_command_line(shelf, tmp_path):
     assert call(app, ["check", str(tmp_path / "b")]).exit_code == 0
     again = call(app, ["lora", "attach", str(shelf("L1")), str(tmp_path / "a"), "--r", "4"])
     assert again.exit_code == 1
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([{"awq": {"bits": 8, "group_size": 32}}], "scaled or rotated before it was rounded"),
+        ([{"rotate": {}}, {"rtn": {"bits": 8, "group_size": 32}}], "scaled or rotated before it was rounded"),
+        ([{"fold_norms": {}}, {"rtn": {"bits": 8, "group_size": 32}}], "scaled or rotated before it was rounded"),
+        (
+            [{"permute": {"heads": "random", "neurons": "random"}}, {"rtn": {"bits": 8, "group_size": 32}}],
+            "rows or inputs were moved",
+        ),
+    ],
+    ids=["awq", "rotate", "fold_norms", "permute"],
+)
+def test_a_quantization_error_needs_the_weights_that_were_quantized(tmp_path, steps, said):
+    """W - Q is what rounding took only where Q is W rounded; else the "correction" would be a second model."""
+    model = make("L1", tmp_path / "m", "float32")
+    text = {"data": str(ids_file(tmp_path / "ids.jsonl")), "samples": 4, "length": 24}
+    needs = {"calibration": text} if "awq" in steps[0] else {}
+    run({"model": str(model), "steps": steps, "output": str(tmp_path / "q"), **needs})
+    with pytest.raises(SutureError, match=said + ".*the dense checkpoint that was quantized"):
+        attach(tmp_path / "q", tmp_path / "a", r=8, init="loftq", original=model)
+    assert not (tmp_path / "a").exists()

@@ -672,3 +672,50 @@ def test_f_large_factors_whose_rounding_the_model_amplifies_are_merged_and_a_wro
     monkeypatch.setattr(lora_merge.Live, "read", lambda self, name: right(self, name) * (1.003 if self.merged else 1))
     with pytest.raises(SutureError, match="should leave the model's function as it is"):
         run(recipe | {"output": str(tmp_path / "wrong")})
+
+
+# ---- bases that were quantized once
+
+
+def test_f15_a_change_that_quantizing_again_would_lose_is_refused_after_dequantize(tmp_path):
+    """What `dequantize` wrote lies on the grid, in the same recipe or in one before: small changes do not survive it."""
+    model = make("L1", tmp_path / "m", "float32")
+    run({"model": str(model), "steps": [{"nf4": {}}], "output": str(tmp_path / "q")})
+    run({"model": str(tmp_path / "q"), "steps": [{"dequantize": {}}], "output": str(tmp_path / "d")})
+    adapter = trained(tmp_path / "d", tmp_path / "a", target_modules=TARGETS["L1"], std=0.02)
+    step = {"lora.merge": {"adapter": str(adapter)}}
+    for name, source, steps in (
+        ("one recipe", "q", [{"dequantize": {}}, step, {"nf4": {}}]),
+        ("two", "d", [step, {"nf4": {}}]),
+    ):
+        with pytest.raises(SutureError, match=r"would vanish: .* of it would survive being quantized again \(nf4\)"):
+            run({"model": str(tmp_path / source), "steps": steps, "output": str(tmp_path / name)})
+        assert not (tmp_path / name).exists()
+    kept = run({"model": str(tmp_path / "d"), "steps": [step], "output": str(tmp_path / "kept")})
+    assert kept.manifest["receipts"][0]["survives_requantizing"] is None  # nothing quantizes it again
+    fresh = trained(model, tmp_path / "b", target_modules=TARGETS["L1"], std=0.02)
+    steps = [{"lora.merge": {"adapter": str(fresh)}}, {"nf4": {}}]
+    assert run({"model": str(model), "steps": steps, "output": str(tmp_path / "fine")}).output.exists()
+
+
+def test_f15_weights_that_an_adapter_saw_already_do_not_go_through_nf4_as_well(tmp_path, shelf):
+    model = make("L1", tmp_path / "m", "float32")
+    run({"model": str(model), "steps": [{"rtn": {"bits": 8, "group_size": 32}}], "output": str(tmp_path / "q")})
+    adapter = trained(model, tmp_path / "a", target_modules=TARGETS["L1"])
+    merging = {"lora.merge": {"adapter": str(adapter), "base": "dequantized"}}
+    with pytest.raises(SutureError, match=r"base: dequantized after dequantize.*use base: original"):
+        run({"model": str(tmp_path / "q"), "steps": [{"dequantize": {}}, merging], "output": str(tmp_path / "o")})
+    adapter = trained(shelf("FA"), tmp_path / "f", target_modules=TARGETS["FA-new"])
+    with pytest.raises(SutureError, match=r"bitsandbytes leaves falcon's FalconLinear as it is.*use base: original"):
+        merge(shelf("FA"), adapter, tmp_path / "o", base="dequantized")
+
+
+@pytest.mark.parametrize(("first", "then"), [("untie", "L2"), ("retie", "L1")])
+def test_f7_tokens_trained_on_a_tied_model_do_not_fit_an_untied_one(tmp_path, shelf, first, then):
+    tied = make("L2", tmp_path / "tied", "float32")
+    run({"model": str(tied), "steps": [{"untie": {}}], "output": str(tmp_path / "apart")})
+    trained_on, given = (tied, tmp_path / "apart") if first == "untie" else (tmp_path / "apart", tied)
+    adapter = trained(trained_on, tmp_path / "a", target_modules=["q_proj"], trainable_token_indices=[3, 7])
+    hint = {"untie": "retie", "retie": "untie"}[first]
+    with pytest.raises(SutureError, match=rf"changes tokens, and was trained on .* put `- {hint}"):
+        merge(given, adapter, tmp_path / "out")

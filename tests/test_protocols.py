@@ -95,6 +95,7 @@ def test_word_and_byte_perplexity_are_those_of_the_original_text(pages):
     rows = {(row["name"], row.get("model")): row for row in report.content["metrics"]}
     assert rows["word_ppl", "base"]["value"] == pytest.approx(math.exp(total / words), rel=1e-4)
     assert rows["byte_ppl", "base"]["value"] == pytest.approx(math.exp(total / size), rel=1e-4)
+    assert rows["byte_ppl", "base"]["ci"] == pytest.approx([2**x for x in rows["bits_per_byte", "base"]["ci"]])
     low, high = rows["word_ppl", "base"]["ci"]
     assert low < rows["word_ppl", "base"]["value"] < high
     assert report.content["protocol"]["add_bos"] == "per_document" and report.content["protocol"]["detokenize"]
