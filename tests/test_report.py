@@ -23,6 +23,7 @@ from suture.pipeline.recipe import make_recipe
 from suture.pipeline.reload import load_and_run
 from suture.quant.decode import DenseView, dense_view
 from suture.report.document import ScoredSet, make_report, markdown
+from suture.report.page import render
 from suture.report.score import score
 from suture.report.windows import rolling_windows
 
@@ -518,3 +519,52 @@ def test_gptq_leaves_at_most_seven_tenths_of_what_rounding_costs(tmp_path, bits)
     rtn, gptq, paired = [suture.compare(*pair, "builtin:holmes", **scoring).perplexity for pair in pairs]
     assert 0 < gptq.log.mean <= 0.7 * rtn.log.mean
     assert paired.high < 1
+
+
+# -- what goes wrong on the way ----------------------------------------------------------------------------------------
+
+
+def test_timing_comes_after_what_was_scored_is_written(tmp_path):
+    """Learned positions shorter than the usual prompt; a model that cannot be timed; and what an earlier report left."""
+    model, ids = kit.make("GP", tmp_path / "GP"), kit.ids_file(tmp_path / "ids.jsonl", rows=8, length=40)
+    out = tmp_path / "out"
+    told = {"window": 32, "fidelity": False, "output": out}
+    suture.compare(model, model, str(ids), latency=True, **told)
+    timed = json.loads((out / "latency.json").read_text())
+    assert timed["what"].startswith("one sequence of 48 tokens, then 16")
+    (out / "report-samples.jsonl").write_text("{}\n")
+    suture.compare(model, model, str(ids), **told)
+    assert not (out / "latency.json").exists() and not (out / "report-samples.jsonl").exists()
+
+    def fails(*_):
+        raise ImportError("a kernel is not installed")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("suture.pipeline.api.time_models", fails)
+        with pytest.raises(SutureError, match=r"latency: .*a kernel is not installed; the report without it is in"):
+            suture.compare(model, model, str(ids), latency=True, **told)
+    assert (out / "report.json").exists()
+
+
+def test_a_text_that_an_earlier_step_was_calibrated_on_still_leaks(tmp_path):
+    text = Path(suture.__file__).parent / "builtin" / "holmes.jsonl"
+    rows = text.read_text(encoding="utf-8").splitlines()[:6]
+    (tmp_path / "few.jsonl").write_text("\n".join(rows), encoding="utf-8")
+    few = str(tmp_path / "few.jsonl")
+    calibration = {"data": few, "samples": 2, "length": 64}
+    suture.apply(TINY, tmp_path / "q", {"gptq": {"group_size": 64}}, calibration=calibration)
+    suture.apply(tmp_path / "q", tmp_path / "d", {"dequantize": {}})
+    for candidate in ("q", "d"):
+        report = suture.compare(TINY, tmp_path / candidate, few, window=64, max_tokens_per_document=64, fidelity=False)
+        assert any("calibrated on this very text" in warning for warning in report.content["warnings"]), candidate
+
+
+def test_a_broken_candidate_keeps_a_page_that_can_be_read(compared):
+    content = copy.deepcopy(compared[0].content)
+    for row in content["metrics"]:
+        if row["name"] == "ppl_ratio":
+            row["value"], row["ci"] = 1e290, [1e280, 1e300]
+    page, card = render([content], [None]), markdown(content)
+    assert "1.00e+290" in page and "1.00e+290" in card and max(map(len, re.findall(r"\d+", card))) < 70
+    with pytest.raises(SutureError, match="gpus"):
+        suture.compare(TINY, TINY, "builtin:holmes", gpus={"x": [0, 1]})
