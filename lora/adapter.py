@@ -108,6 +108,10 @@ class Adapter:
             raw = read_range(info.file, info.start + (index or 0) * nbytes, nbytes)
             stored = torch.frombuffer(raw, dtype=torch_dtype_of(info)) if raw else torch.empty(0)
             tensor = stored.reshape(shape).float()
+        if info.dtype[0] not in "FB" or info.dtype == "BOOL":
+            raise SutureError(
+                f"{self.file}: {key} is {info.dtype}, not floating point", "quantized adapters are not read"
+            )
         bad = int((~torch.isfinite(tensor)).sum())
         if bad:
             raise SutureError(

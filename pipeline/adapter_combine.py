@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from ..checkpoint.errors import SutureError
+from ..checkpoint.layout import text_config
 from ..checkpoint.staging import check_output
+from ..checkpoint.strict_json import strict_json
 from ..lora.adapter import Adapter, open_adapter
 from ..lora.combine import concatenated, dare, reduced, ties, truncated
 from ..lora.compose import Factors, Form, compose
@@ -41,12 +43,13 @@ def combine(
     _check_combine(opened, method, rank, density)
     for adapter, _ in opened:
         check_output(output, adapter.directory, overwrite, False)
-    paths = list(dict.fromkeys(part.path for adapter, _ in opened for part in adapter.parts))
+    whole = _whole_names([part.path for adapter, _ in opened for part in adapter.parts])
+    paths = list(dict.fromkeys(whole.values()))
     generator = torch.Generator().manual_seed(seed)
     modules: dict[str, Factors] = {}
     records: dict[str, Any] = {}
     for path in progress.track(paths, len(paths), f"combine ({method})"):
-        parts, embedding = _parts_of(opened, path)
+        parts, embedding = _parts_of(opened, path, whole)
         factors, kept = _combined(parts, method, rank, density, generator)
         modules[path] = Factors(factors.A, factors.B, embedding=embedding)
         records[path] = {"r": factors.rank, "kept": short(kept), "from": len(parts)}
@@ -60,6 +63,16 @@ def combine(
     return write_adapter(new, output, "lora combine", settings, source, records, notes, overwrite)
 
 
+def _kind_of_base(adapter: Adapter) -> str | None:
+    """Model type and widths of the base that an adapter names, where it lies on this machine."""
+    path = Path(adapter.config.base or "") / "config.json"
+    raw = strict_json(path, 1 << 26) if adapter.config.base and path.is_file() else None
+    if not isinstance(raw, Mapping):
+        return None
+    text = text_config(raw)
+    return " ".join(str(text[key]) for key in ("model_type", "hidden_size", "num_hidden_layers") if key in text)
+
+
 def _check_combine(opened: Sequence[tuple[Adapter, float]], method: str, rank: int | None, density: float) -> None:
     if not opened:
         raise SutureError("combine: no adapter is given", "give at least one")
@@ -69,6 +82,12 @@ def _check_combine(opened: Sequence[tuple[Adapter, float]], method: str, rank: i
         raise SutureError(f"rank: {rank} is not a rank", "give a whole number above 0")
     if not 0 < density <= 1:
         raise SutureError(f"density: {density} is not in (0, 1]", "it is the share of each change that is kept")
+    kinds = {adapter.source: kind for adapter, _ in opened if (kind := _kind_of_base(adapter)) is not None}
+    if len(set(kinds.values())) > 1:
+        raise SutureError(
+            f"combine: the adapters are for different models: {', '.join(f'{k}: {v}' for k, v in kinds.items())}",
+            "give adapters of one base",
+        )
     for adapter, weight in opened:
         if not math.isfinite(weight):
             raise SutureError(f"{adapter.source}: weight {weight} is not a number", "give each adapter a finite weight")
@@ -90,13 +109,30 @@ def _check_combine(opened: Sequence[tuple[Adapter, float]], method: str, rank: i
         )
 
 
-def _parts_of(opened: Sequence[tuple[Adapter, float]], path: str) -> tuple[list[tuple[float, Tensor, Tensor]], bool]:
+def _whole_names(paths: Sequence[str]) -> dict[str, str]:
+    """Module path -> the longest path that ends in it: some tools leave the model's prefix out, and one module must not be
+    in the result under two names, of which PEFT would load one. Raises SutureError where several are as good."""
+    found: dict[str, str] = {}
+    for path in dict.fromkeys(paths):
+        longer = {other for other in paths if other.endswith(f".{path}")}
+        longest = [other for other in longer if not any(more.endswith(f".{other}") for more in longer)]
+        if len(longest) > 1:
+            raise SutureError(
+                f"{path}: may be any of {', '.join(sorted(longest))}", "give adapters that name modules alike"
+            )
+        found[path] = longest[0] if longest else path
+    return found
+
+
+def _parts_of(
+    opened: Sequence[tuple[Adapter, float]], path: str, whole: Mapping[str, str]
+) -> tuple[list[tuple[float, Tensor, Tensor]], bool]:
     found, embedding, shapes = [], False, set()
     for adapter, weight in opened:
-        for part in (part for part in adapter.parts if part.path == path):
+        for part in (part for part in adapter.parts if whole[part.path] == path):
             embedding = "embedding A" in part.keys
             A, B = (adapter.read(part.keys[f"embedding {k}" if embedding else k]) for k in "AB")
-            found.append((weight * adapter.config.scale(path), A, B))
+            found.append((weight * adapter.config.scale(part.path), A, B))
             shapes.add((B.shape[0], A.shape[1]))
     if len(shapes) > 1:
         raise SutureError(f"{path}: the adapters have it with shapes {sorted(shapes)}", "they are of different bases")

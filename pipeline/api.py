@@ -300,7 +300,7 @@ def _leaks_of(record: Mapping[str, Any], text: TextModel, evaluations: Sequence[
     known = _calibration(record["recipe"].get("calibration") or {}, described, text)
     notes: list[str] = []
     for evaluation in evaluations:
-        if described["content_sha256"] == evaluation.documents.sha256:
+        if described.get("content_sha256") == evaluation.documents.sha256:
             source = evaluation.documents.source
             notes.append(f"the candidate was calibrated on this very text ({source}): the result is flattered")
         elif known is not None:

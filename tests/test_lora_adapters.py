@@ -513,3 +513,21 @@ def test_a_quantization_error_needs_the_weights_that_were_quantized(tmp_path, st
     with pytest.raises(SutureError, match=said + ".*the dense checkpoint that was quantized"):
         attach(tmp_path / "q", tmp_path / "a", r=8, init="loftq", original=model)
     assert not (tmp_path / "a").exists()
+
+
+def test_f3_a_sum_has_each_module_once_however_the_adapters_name_it(tmp_path):
+    """One adapter without the model's prefix, as some tools write it; another of another model altogether."""
+    model = make("L1", tmp_path / "m", "float32")
+    one = trained(model, tmp_path / "one", target_modules=TARGETS["L1"])
+    two = trained(model, tmp_path / "two", seed=5, target_modules=TARGETS["L1"])
+    combine([(one, 0.7), (two, 1.0)], tmp_path / "sum")
+    edit_adapter(two, lambda tensors: {k.replace("model.model.layers", "model.layers"): t for k, t in tensors.items()})
+    combine([(one, 0.7), (two, 1.0)], tmp_path / "short")
+    wanted, found = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("sum", "short"))
+    assert wanted.keys() == found.keys() and all(torch.equal(wanted[key], found[key]) for key in wanted)
+    other = trained(make("P3", tmp_path / "p", "float32"), tmp_path / "three", target_modules=TARGETS["P3"])
+    with pytest.raises(SutureError, match=r"the adapters are for different models: .*llama.*phi3"):
+        combine([(one, 1.0), (other, 1.0)], tmp_path / "both")
+    edit_adapter(one, lambda tensors: {key: tensor.to(torch.int8) for key, tensor in tensors.items()})
+    with pytest.raises(SutureError, match=r"is I8, not floating point"):
+        combine([(one, 1.0)], tmp_path / "whole")
