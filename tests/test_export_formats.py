@@ -136,7 +136,7 @@ def layer(role, out, inputs):
 
 def test_c7_layers_that_do_not_fill_words_are_named():
     groups = FORMATS and [type("G", (), {"scheme": Scheme(4, -1), "linears": (layer("mlp.up_proj", 60, 64),)})()]
-    family = type("F", (), {"conv1d": False, "experts": None})()
+    family = type("F", (), {"conv1d": False, "experts": None, "own_linear": ""})()
     layout = type("L", (), {"family": family, "disk_stem": "model."})()
     with pytest.raises(SutureError, match="packs 8 codes at a time, and x has 60 outputs"):
         FORMATS["awq"].check(layout, groups)
