@@ -596,7 +596,7 @@ def test_verification_in_a_process_of_its_own_agrees(finished, shelf, tmp_path, 
     ],
 )
 def test_c11_what_loaders_pass_by_in_a_falcon_is_refused(shelf, ids, tmp_path, method, settings, message):
-    """transformers puts its modules in the place of nn.Linear alone: the file would load with other, random weights."""
+    """transformers puts its modules in the place of nn.Linear alone, and then finds tensors of other shapes in the file."""
     with pytest.raises(SutureError, match=message + r".*FalconLinear.*put `- unfuse: \{\}` before it"):
         quantize(
             shelf("FA"), tmp_path / "out", method, data=ids if method in ("gptq", "smoothquant") else None, **settings
