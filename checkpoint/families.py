@@ -274,7 +274,7 @@ def family_of(model_type: str) -> Family:
 
 def key_value_heads(config: Any) -> int:
     """Of transformers' config of the text model. Falcon says it with three keys."""
-    if getattr(config, "multi_query", False) and not config.new_decoder_architecture:
+    if getattr(config, "multi_query", False) and not getattr(config, "new_decoder_architecture", False):
         return 1
     names = ("num_key_value_heads", "num_kv_heads", "num_attention_heads")
     return int(next(value for name in names if (value := getattr(config, name, None)) is not None))

@@ -8,6 +8,7 @@ agree to float32 rounding; what separates the last two is what storing cost, and
 
 from __future__ import annotations
 
+import contextlib
 import math
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,7 +24,7 @@ from ..calibrate.memory import release_memory
 from ..calibrate.replay import Stream, run_block
 from ..calibrate.skeleton import Skeleton, finite, hf_text_config, open_layout, open_skeleton
 from ..checkpoint.errors import SutureError
-from ..checkpoint.layout import text_config
+from ..checkpoint.layout import ModelLayout, text_config
 from ..checkpoint.manifest import Account, to_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.source import PlannedSource, TensorSource
@@ -38,6 +39,8 @@ from ..lora.match import Weighted
 from ..lora.merge import Live, Piece, hooked, merge_tensor, pieces_by_tensor
 from ..lora.settings import MergeSettings
 from ..quant.scheme import STORAGE
+from ..quant.settings import Chosen
+from ..quant.targets import select
 from ..surgery.untie import head_to_add, untied_config
 from .progress import Progress
 from .qlora import AsTrained, merge_base, rounding_of, survival
@@ -75,7 +78,7 @@ def prepare(source: TensorSource, settings: MergeSettings) -> MergePlan:
     )
     if settings.check_base and not isinstance(settings, Rehearsal):
         _check_fingerprints(base, source, adapters)
-        _check_trained_on(source, adapters, arrangement)
+        _check_trained_on(source, adapters)
     layout, arranged, shapes = arrangement.layout, arrangement.arranged, arrangement.shapes
     pieces = pieces_by_tensor(arrangement.changes, layout)
     for name in pieces:
@@ -130,7 +133,7 @@ def _check_fingerprints(base: TensorSource, source: TensorSource, adapters: Sequ
 _SHAPE = ("model_type", "hidden_size", "n_embd", "num_hidden_layers", "n_layer")
 
 
-def _check_trained_on(source: TensorSource, adapters: Sequence[Weighted], arrangement: Arrangement) -> None:
+def _check_trained_on(source: TensorSource, adapters: Sequence[Weighted]) -> None:
     """The model that an adapter names, where it lies on this machine, must be one like `source`: some layers of another
     model have the same shapes."""
     if isinstance(source, PlannedSource):
@@ -141,7 +144,8 @@ def _check_trained_on(source: TensorSource, adapters: Sequence[Weighted], arrang
             continue
         raw = strict_json(named, 1 << 26)
         trained, given = (text_config(c) if isinstance(c, Mapping) else {} for c in (raw, source.config))
-        if _touches_tokens(arrangement) and trained.get("model_type") == given.get("model_type"):
+        shared = bool(weighted.adapter.config.token_indices) or weighted.adapter.config.tied
+        if shared and trained.get("model_type") == given.get("model_type"):  # others change one of the two tables alone
             tied = [
                 bool(getattr(hf_text_config(c, source.source), "tie_word_embeddings", False)) for c in (trained, given)
             ]
@@ -158,12 +162,6 @@ def _check_trained_on(source: TensorSource, adapters: Sequence[Weighted], arrang
                     f"{source.source} is {given[key]}",
                     "give that base, or set check_base: false",
                 )
-
-
-def _touches_tokens(arrangement: Arrangement) -> bool:
-    family = arrangement.layout.family
-    ends = (f"{family.stem}{family.embedding}.", f"{family.head}.")
-    return any(parameter.startswith(ends) for parameter in arrangement.changes)
 
 
 def _base_notes(source: TensorSource, adapters: Sequence[Weighted]) -> list[str]:
@@ -242,7 +240,7 @@ def run(work: StepRun, plan: MergePlan, settings: MergeSettings) -> StepResult:
     """Write every tensor, then check what was written against the live model."""
     _same_adapters(work, plan)
     base = merge_base(work.checkpoint, settings)
-    again = rounding_of(*work.rounded_by) if work.rounded_by and work.unpacked else None
+    again = _rounded_again(work, plan.arrangement.layout)
     tensors = write_merged(
         base, plan, work.shards, work.directory, work.staging, work.key, work.progress, work.label, again
     )
@@ -286,10 +284,10 @@ def write_merged(
     key: str,
     progress: Progress,
     label: str,
-    again: Callable[[Tensor], Tensor] | None = None,
+    again: Mapping[str, Callable[[Tensor], Tensor]] | None = None,
 ) -> dict[str, Any]:
     """Stream all tensors to their places; returns what became of each changed parameter. `again`: what a later step will
-    make of a matrix [out, in] that lies on a grid already.
+    make of a tensor that lies on a grid already.
 
     The journal's entries under `key` say how far a run that was killed had come.
     """
@@ -317,7 +315,7 @@ def write_merged(
             if spec.name not in pieces or any(piece.place.expert is not None for piece in pieces[spec.name]):
                 finite(stored, spec.name, source.source)
             if spec.name in pieces:
-                requantize = _requantizing(source, plan, spec.name, again)
+                requantize = _requantizing(source, plan, spec.name, again or {})
                 before = stored.clone() if requantize else stored
                 stored, found = merge_tensor(stored, pieces[spec.name])
                 if not all(map(_sound, found.values())):
@@ -345,17 +343,27 @@ def write_merged(
     return records
 
 
+def _rounded_again(work: StepRun, layout: ModelLayout) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Tensor -> what the step that quantizes later makes of it, where the weights lie on a grid already."""
+    if work.rounded_by is None or not work.unpacked:
+        return {}
+    settings = work.rounded_by[1]
+    chosen = layout.linears
+    if isinstance(settings, Chosen):
+        with contextlib.suppress(SutureError):  # names of the class that a step between the two makes: then all count
+            chosen = select(layout, settings.targets, settings.ignore, settings.layers).chosen
+    Q = rounding_of(*work.rounded_by)
+    return {x.place.tensor: (lambda W: Q(W.T).T) if x.conv1d else Q for x in chosen if x.expert is None}
+
+
 def _requantizing(
-    source: TensorSource, plan: MergePlan, name: str, again: Callable[[Tensor], Tensor] | None
+    source: TensorSource, plan: MergePlan, name: str, again: Mapping[str, Callable[[Tensor], Tensor]]
 ) -> Callable[[Tensor], Tensor] | None:
     """What quantizing again does to a tensor as it is stored; None for one that was not, or will not be, quantized."""
     if isinstance(source, AsTrained):
         grid = plan.arrangement.arranged.names.get(name)
         return None if grid is None or grid not in source.transposed else lambda W: source.again(grid, W)
-    linear = next((x for x in plan.arrangement.layout.linears if x.place.tensor == name and x.expert is None), None)
-    if again is None or linear is None:
-        return None
-    return (lambda W: again(W.T).T) if linear.conv1d else again
+    return again.get(name)
 
 
 def _reading(source: TensorSource, plan: MergePlan, name: str) -> Callable[[], Tensor]:

@@ -719,3 +719,21 @@ def test_f7_tokens_trained_on_a_tied_model_do_not_fit_an_untied_one(tmp_path, sh
     hint = {"untie": "retie", "retie": "untie"}[first]
     with pytest.raises(SutureError, match=rf"changes tokens, and was trained on .* put `- {hint}"):
         merge(given, adapter, tmp_path / "out")
+
+
+def test_f7_a_change_of_one_table_alone_fits_a_tied_and_an_untied_model(tmp_path):
+    tied = make("L2", tmp_path / "tied", "float32")
+    run({"model": str(tied), "steps": [{"untie": {}}], "output": str(tmp_path / "apart")})
+    adapter = trained(tied, tmp_path / "a", target_modules=["q_proj", "embed_tokens"])
+    done = merge(tmp_path / "apart", adapter, tmp_path / "out")
+    wanted = live(tied, adapter)
+    assert float((logits(done.output) - wanted).abs().max()) < 3e-5 * float(wanted.abs().max())
+
+
+def test_f15_what_a_later_step_leaves_alone_cannot_vanish_in_it(tmp_path):
+    model = make("L1", tmp_path / "m", "float32")
+    run({"model": str(model), "steps": [{"nf4": {}}], "output": str(tmp_path / "q")})
+    run({"model": str(tmp_path / "q"), "steps": [{"dequantize": {}}], "output": str(tmp_path / "d")})
+    adapter = trained(tmp_path / "d", tmp_path / "a", target_modules=["q_proj"], std=0.02)
+    steps = [{"lora.merge": {"adapter": str(adapter)}}, {"nf4": {"targets": ["down_proj"]}}]
+    assert run({"model": str(tmp_path / "d"), "steps": steps, "output": str(tmp_path / "out")}).output.exists()
