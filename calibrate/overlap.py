@@ -52,6 +52,18 @@ def ngram_overlap(
     return Overlap(n, wanted.size, int(np.isin(wanted, table).sum()))
 
 
+def items_seen(
+    calibration: Sequence[npt.ArrayLike] | npt.NDArray[np.int64],
+    items: Sequence[Sequence[npt.ArrayLike]],
+    n: int = NGRAM,
+) -> tuple[int, int]:
+    """(items of a task that have an n-gram of the calibration, all items); an item is several rows of token ids."""
+    known = [_hashes(row, n) for row in calibration]
+    table = np.unique(np.concatenate(known)) if known else np.zeros(0, dtype=np.uint64)
+    seen = sum(any(bool(np.isin(_hashes(row, n), table).any()) for row in rows) for rows in items)
+    return seen, len(items)
+
+
 def shared_documents(calibration: Documents, evaluation: Documents) -> int:
     """How many evaluation documents occur, content for content, among the calibration documents."""
     known = set(calibration.hashes)

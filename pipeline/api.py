@@ -13,19 +13,20 @@ from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import MANIFEST, read_manifest, to_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import write_whole
-from ..report.document import SCHEMA_VERSION, Report, framed, make_report, write_report
+from ..report.document import SCHEMA_VERSION, Report, adjusted_together, framed, make_report, write_report
 from ..report.page import render
 from ..report.score import KeptStates
 from .costs import cost_of
 from .generation_runs import plan_generation, refuse_models_beyond_memory, run_generation
+from .leaks import leaks_recorded
 from .plan import choose_device
 from .progress import Progress, default_progress
-from .recipe import CalibrationSettings, Recipe, ReportSettings, load_recipe, make_recipe
+from .recipe import Recipe, ReportSettings, load_recipe, make_recipe
 from .run import Run
 from .run import run as _run
 from .scoring import Scorer, score_set
 from .task_runs import plan_tasks, run_tasks
-from .texts import Calibration, Evaluation, TextModel, calibration_text, evaluation_text, leakage, text_model
+from .texts import Evaluation, TextModel, evaluation_text, text_model
 from .timing import time_models
 
 
@@ -167,7 +168,7 @@ def _compare(
         )
         for evaluation in evaluations
     ]
-    scored = run_tasks(tasks, scorer, level=wanted.level)
+    scored, records = run_tasks(tasks, scorer, level=wanted.level)
     before, after = checkpoints["base"].path, checkpoints["candidate"].path
     generation, samples = run_generation(
         asked, before, after, choose_device(device), progress.track, level=wanted.level
@@ -180,9 +181,12 @@ def _compare(
         margin=wanted.margin,
         tasks=scored,
         generation=generation,
-        samples=samples,
+        samples=[*records, *samples],
         cost=cost_of(checkpoints["base"], checkpoints["candidate"], wanted.gpus),
-        warnings=_leaks(record, text, evaluations),
+        warnings=[
+            *(note for plan in (*tasks, *asked) for note in plan.warnings),
+            *leaks_recorded(record, text, evaluations, [*tasks, *asked]),
+        ],
         calibration=record.get("calibration"),
         modules=record.get("modules", {}),
         receipts=record.get("receipts", []),
@@ -246,14 +250,21 @@ def compare_all(
         raise SutureError("no candidate to compare", "give at least one model beside the base")
     if len({str(candidate) for candidate in candidates}) < len(candidates):
         raise SutureError("a candidate is given twice", "give each model once")
-    reports, kept = {}, KeptStates() if len(candidates) > 1 else None
-    for number, candidate in enumerate(candidates):
-        target = None if output is None else Path(output) / f"{number + 1}-{Path(candidate).name.replace(':', '-')}"
-        reports[str(candidate)] = _compare(
-            base, candidate, data, target, device, progress, latency, crew, kept, settings
-        )
-    comparison = Comparison(reports)
+    kept = KeptStates() if len(candidates) > 1 else None
+    targets = [
+        None if output is None else Path(output) / f"{number + 1}-{Path(candidate).name.replace(':', '-')}"
+        for number, candidate in enumerate(candidates)
+    ]
+    alone = [
+        _compare(base, candidate, data, target, device, progress, latency, crew, kept, settings)
+        for candidate, target in zip(candidates, targets, strict=True)
+    ]
+    reports = adjusted_together(alone)
+    comparison = Comparison({str(candidate): report for candidate, report in zip(candidates, reports, strict=True)})
     if output is not None:
+        for report, target in zip(reports, targets, strict=True):
+            assert target is not None
+            write_report(report, target)  # again: its p-values now allow for the other candidates
         content = {"schema_version": SCHEMA_VERSION, "reports": comparison.contents}
         write_whole(Path(output) / "comparison.json", to_json(content))
         write_whole(Path(output) / "report.html", comparison.to_html().encode())
@@ -280,45 +291,3 @@ def _same_tokens(
 def _manifest(checkpoint: Checkpoint) -> dict[str, Any]:
     """What suture wrote down when it made the checkpoint; empty when something else made it."""
     return read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).is_file() else {}
-
-
-def _leaks(record: Mapping[str, Any], text: TextModel, evaluations: Sequence[Evaluation]) -> list[str]:
-    """Warnings when the candidate, or what it was made from, was calibrated on text that scores it: the same, shared
-    documents, shared 13-grams.
-
-    The calibration text is read again from where the manifest says; when it is not there, only its hash is compared.
-    """
-    made = [*record.get("history", []), record]
-    notes = [note for one in made for note in _leaks_of(one, text, evaluations)]
-    return list(dict.fromkeys(notes))
-
-
-def _leaks_of(record: Mapping[str, Any], text: TextModel, evaluations: Sequence[Evaluation]) -> list[str]:
-    described = record.get("calibration")
-    if described is None:
-        return []
-    known = _calibration(record["recipe"].get("calibration") or {}, described, text)
-    notes: list[str] = []
-    for evaluation in evaluations:
-        if described.get("content_sha256") == evaluation.documents.sha256:
-            source = evaluation.documents.source
-            notes.append(f"the candidate was calibrated on this very text ({source}): the result is flattered")
-        elif known is not None:
-            notes += leakage(known, evaluation)
-    if known is None and not notes:
-        notes.append(
-            f"the candidate's calibration text ({described['source']}) is not here as it was: whether it shares passages "
-            "with the evaluation was not checked"
-        )
-    return notes
-
-
-def _calibration(settings: Mapping[str, Any], described: Mapping[str, Any], text: TextModel) -> Calibration | None:
-    """The calibration blocks that a manifest tells of; None when they cannot be had again without the network."""
-    if str(settings.get("data", "hf:")).startswith("hf:"):
-        return None
-    try:
-        found = calibration_text(CalibrationSettings.model_validate(settings), text)
-    except (SutureError, ValueError):
-        return None
-    return found if found.blocks.sha256 == described["tokens_sha256"] else None

@@ -40,6 +40,7 @@ class GenerationPlan:
     ids: tuple[tuple[int, ...], ...]  # of each prompt, BOS included
     tokenizer: Any
     protocol: str
+    warnings: tuple[str, ...] = ()
 
     @property
     def digest(self) -> str:
@@ -102,7 +103,8 @@ def plan_generation(settings: Sequence[GenerationSettings], model: TextModel) ->
             f"stock transformers, stored dtype, {how}, at most {wanted.max_new_tokens} tokens, {scored}, "
             f"{len(questions)} items, {bos}"
         )
-        plans.append(GenerationPlan(name, wanted, tuple(questions), tuple(ids), tokenizer, protocol))
+        warnings = tuple(model.warn_without_bos(name, ids))
+        plans.append(GenerationPlan(name, wanted, tuple(questions), tuple(ids), tokenizer, protocol, warnings))
     return tuple(plans)
 
 
@@ -135,9 +137,8 @@ def run_generation(
             ]
         for i, question in enumerate(plan.questions):
             found = {m: {"texts": answered[m][number][i], "right": right[m][i]} for m in answered}
-            samples.append(
-                {"task": plan.name, "item": i, "prompt": question.prompt, "answers": list(question.answers), **found}
-            )
+            about = {"task": plan.name, "item": i, "group": question.group}
+            samples.append(about | {"prompt": question.prompt, "answers": list(question.answers), **found})
         rows += compare_generations(
             plan.name,
             plan.questions,

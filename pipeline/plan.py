@@ -25,6 +25,7 @@ from ..lora.settings import MergeSettings
 from ..quant.decode import dense_view
 from .estimate import Estimate, estimated
 from .generation_runs import GenerationPlan, plan_generation, refuse_models_beyond_memory
+from .leaks import leakage, refuse_training_on
 from .recipe import Recipe
 from .step import PlannedStep, planned_output
 from .steps import STEPS
@@ -35,8 +36,6 @@ from .texts import (
     TextModel,
     calibration_text,
     evaluation_text,
-    leakage,
-    refuse_training_on,
     text_model,
 )
 
@@ -122,7 +121,11 @@ def make_plan(
     batch = max(1, _BATCH_TOKENS // calibration.blocks.ids.shape[1]) if calibration else 1
     estimate = estimated(recipe, skeleton, steps, calibration, evaluations, batch)
     warnings = [*checkpoint.notes, *(note for step in steps for note in step.prepared.notes)]
-    warnings += _warnings(recipe, skeleton, steps, calibration, evaluations, needy, estimate)
+    tasks = plan_tasks(recipe.report.tasks, text) if recipe.report else ()
+    generation = plan_generation(recipe.report.generation, text) if recipe.report else ()
+    warnings += _warnings(recipe, skeleton, steps, calibration, needy, estimate)
+    warnings += [note for scored in (*evaluations, *tasks, *generation) for note in scored.warnings]
+    warnings += leakage(calibration, evaluations, [*tasks, *generation])
     return Plan(
         recipe=recipe,
         checkpoint=checkpoint,
@@ -131,8 +134,8 @@ def make_plan(
         text=text,
         calibration=calibration,
         evaluations=evaluations,
-        tasks=plan_tasks(recipe.report.tasks, text) if recipe.report else (),
-        generation=plan_generation(recipe.report.generation, text) if recipe.report else (),
+        tasks=tasks,
+        generation=generation,
         device=chosen,
         batch=batch,
         estimate=estimate,
@@ -268,7 +271,6 @@ def _warnings(
     skeleton: Skeleton,
     steps: tuple[PlannedStep, ...],
     calibration: Calibration | None,
-    evaluations: tuple[Evaluation, ...],
     needy: list[str],
     estimate: Estimate,
 ) -> list[str]:
@@ -287,8 +289,6 @@ def _warnings(
         tokens = calibration.blocks.ids.size
         if tokens < widest:
             warnings.append(f"{tokens} calibration tokens cannot determine layers of {widest} inputs; give more text")
-    for evaluation in evaluations:
-        warnings += [*leakage(calibration, evaluation), *evaluation.warnings]
     if estimate.peak_memory > estimate.available_memory:
         warnings.append(
             f"the run may need {estimate.peak_memory / 1e9:.1f} GB of memory; {estimate.available_memory / 1e9:.1f} are free"

@@ -17,7 +17,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PositiveFloa
 
 from ..checkpoint.errors import SutureError, did_you_mean
 from ..report.generation import Match
-from ..report.tasks import Form
+from ..report.task_forms import Form
 from .step import StepKind, always, never
 from .steps import STEPS
 

@@ -81,7 +81,7 @@ def report_of(
         )
         for evaluation in plan.evaluations
     ]
-    tasks = run_tasks(plan.tasks, scorer, level=wanted.level, budget=budget, staging=staging)
+    tasks, records = run_tasks(plan.tasks, scorer, level=wanted.level, budget=budget, staging=staging)
     generation, samples = run_generation(
         plan.generation,
         plan.checkpoint.path,
@@ -101,7 +101,7 @@ def report_of(
         margin=wanted.margin,
         tasks=tasks,
         generation=generation,
-        samples=samples,
+        samples=[*records, *samples],
         cost=cost_of(plan.checkpoint, written, wanted.gpus),
         warnings=plan.warnings,
         calibration=plan.calibration.describe() if plan.calibration else None,

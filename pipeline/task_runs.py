@@ -10,7 +10,8 @@ from typing import Any
 from ..calibrate.documents import read_rows
 from ..checkpoint.errors import SutureError
 from ..checkpoint.staging import Staging
-from ..report.tasks import Item, answers, compare_answers, read_items, request_windows
+from ..report.task_forms import Item, read_items
+from ..report.tasks import answers, compare_answers, item_records, log_likelihoods, request_windows
 from ..report.windows import Windows
 from .recipe import TaskSettings
 from .scoring import Scorer, kept_tokens
@@ -25,6 +26,7 @@ class TaskPlan:
     items: tuple[Item, ...]
     windows: Windows
     protocol: str
+    warnings: tuple[str, ...] = ()
 
 
 def plan_tasks(settings: Sequence[TaskSettings], model: TextModel) -> tuple[TaskPlan, ...]:
@@ -39,7 +41,8 @@ def plan_tasks(settings: Sequence[TaskSettings], model: TextModel) -> tuple[Task
         name = wanted.name or Path(wanted.data.split(":")[-1]).name.split(".")[0]
         bos = "no BOS" if model.bos_id is None else "BOS before each request"
         protocol = f"log-likelihood, zero-shot, {len(items)} items, {windows.n_windows} requests, {bos}, float32"
-        plans.append(TaskPlan(name, tuple(items), windows, protocol))
+        warnings = tuple(model.warn_without_bos(name, windows.ids))
+        plans.append(TaskPlan(name, tuple(items), windows, protocol, warnings))
     return tuple(plans)
 
 
@@ -50,9 +53,10 @@ def run_tasks(
     level: float,
     budget: int = 4 << 30,
     staging: Staging | None = None,
-) -> list[dict[str, Any]]:
-    """The report's `tasks`."""
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """(the report's `tasks`, what each model did with each item)."""
     rows: list[dict[str, Any]] = []
+    records: list[dict[str, Any]] = []
     for plan in plans:
         windows = plan.windows
         spill = staging.work / "score.bin" if staging is not None else None
@@ -61,9 +65,11 @@ def run_tasks(
             return scorer.measure(("base", "candidate"), windows, f"task {name}", budget, spill)
 
         tokens = kept_tokens(staging, f"task-{windows.tokens_sha256[:16]}.npy", measure)
-        found = [
-            answers(plan.items, windows, tokens[f"nll_{model}"], tokens[f"right_{model}"])
-            for model in ("base", "candidate")
-        ]
-        rows += compare_answers(plan.name, plan.items, *found, level=level, protocol=plan.protocol)
-    return rows
+        sums = {model: log_likelihoods(windows, tokens[f"nll_{model}"]) for model in ("base", "candidate")}
+        found = {
+            model: answers(plan.items, windows, tokens[f"nll_{model}"], tokens[f"right_{model}"]) for model in sums
+        }
+        both = (found["base"], found["candidate"])
+        rows += compare_answers(plan.name, plan.items, *both, level=level, protocol=plan.protocol)
+        records += item_records(plan.name, plan.items, sums, found)
+    return rows, records

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from ..calibrate.answers import answer_masks
 from ..calibrate.documents import DataSpec, Documents, read_documents
-from ..calibrate.overlap import leakage_warnings, ngram_overlap, shared_documents
 from ..calibrate.tokens import (
     TokenBlocks,
     document_bytes,
@@ -38,6 +38,25 @@ class TextModel:
     missing: str = ""  # why there is no tokenizer
     bos_id: int | None = None
     family: str = ""  # its model_type
+
+    @property
+    def lost_without_bos(self) -> bool:
+        return self.family in _LOST_WITHOUT_BOS
+
+    def warn_without_bos(self, name: str, ids: Iterable[Sequence[int] | npt.NDArray[np.int64]]) -> Iterator[str]:
+        """When requests or prompts of a task begin without the BOS that the model is lost without."""
+        if self.lost_without_bos and (
+            missing := sum(len(row) == 0 or int(row[0]) not in self._begins() for row in ids)
+        ):
+            yield (
+                f"{name}: {missing} prompts without BOS, and {self.family} models are lost without it: the answers say "
+                "little; use a tokenizer that adds BOS"
+            )
+
+    def _begins(self) -> set[int]:
+        """BOS, whether or not the tokenizer adds it by itself: a chat template writes it."""
+        own = getattr(self.tokenizer, "bos_token_id", None)
+        return {i for i in (self.bos_id, own) if i is not None}
 
 
 _LOST_WITHOUT_BOS = ("gemma", "gemma2", "gemma3", "gemma3_text")  # perplexity in the millions (gemma-7b: 1e13)
@@ -154,7 +173,7 @@ def evaluation_text(settings: SetSettings, model: TextModel) -> Evaluation:
 
 def _warnings(found: Evaluation, model: TextModel, name: str) -> Iterator[str]:
     bos = found.windows.add_bos
-    if model.family in _LOST_WITHOUT_BOS and bos in ("none", "once"):
+    if model.lost_without_bos and bos in ("none", "once"):
         where = "no BOS at all" if bos == "none" else "BOS only before the first window"
         yield (
             f"{name}: scored with {where}, and {model.family} models are lost without it: the perplexity says little; "
@@ -165,26 +184,6 @@ def _warnings(found: Evaluation, model: TextModel, name: str) -> Iterator[str]:
             f"{name}: no documents are known (setting split: REGEX marks where one begins), so clusters are blocks of at "
             "least 2048 tokens; neighbouring blocks resemble each other and the interval is too short"
         )
-
-
-def leakage(calibration: Calibration | None, evaluation: Evaluation | None) -> tuple[str, ...]:
-    """Warnings when the text that tuned a model also scores it."""
-    if calibration is None or evaluation is None:
-        return ()
-    overlap = ngram_overlap(calibration.blocks.ids, evaluation.windows.ids)
-    return leakage_warnings(calibration.documents, evaluation.documents, overlap)
-
-
-def refuse_training_on(evaluations: Sequence[Evaluation], calibration: Calibration, step: str) -> None:
-    """Raise SutureError when a document that scores the result is, content for content, one to train on."""
-    for evaluation in evaluations:
-        shared = shared_documents(calibration.documents, evaluation.documents)
-        if shared:
-            raise SutureError(
-                f"{step}: {shared} of the {len(evaluation.documents)} documents of {evaluation.documents.source}, which the "
-                "report scores, are also in the text to train on",
-                "train on other text than the report's",
-            )
 
 
 def _read(settings: TextSettings, model: TextModel) -> tuple[Documents, list[list[int]]]:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ..report.document import SCHEMA_VERSION
 from ..report.latency import LatencyRatio, measure, summary
 from .stock import load_stock
 
@@ -41,6 +42,7 @@ def _timed(base: Path, candidate: Path, device: torch.device, prompt: int, new: 
         timed = [_timer(work, model, ids, new, device) for model in models.values()]
         rows.append(_row(name, measure(*timed, blocks=blocks), tokens))
     return {
+        "schema_version": SCHEMA_VERSION,
         "what": f"one sequence of {prompt} tokens, then {new} decoded one by one, greedy, end of text ignored",
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or "cpu",
         "threads": torch.get_num_threads(),

@@ -90,6 +90,8 @@ class Paired:
     p_value: float | None  # two-sided t test of ratio 1; None where no interval is given
     delta_ppl: float
     delta_ppl_se: float | None  # CR1
+    delta_ppl_low: float | None  # jackknife of the difference itself
+    delta_ppl_high: float | None
     correlation: float | None  # of the two models' token NLLs
     log: ClusterMean  # of the differences, nats per token
     base: Perplexity
@@ -206,6 +208,7 @@ def paired(
     new_ppl = perplexity(y, n_bytes=n_bytes, level=level, cluster=cluster)
     ratio = _exp(log.mean)
     identical = all(not array.any() for array in d)
+    delta_low, delta_high = _delta_ppl_interval(x, y, base_ppl, new_ppl, log)
     return Paired(
         ratio=ratio,
         low=_exp(log.low) if log.low is not None else None,
@@ -214,6 +217,8 @@ def paired(
         p_value=1.0 if identical else _p_value(log),
         delta_ppl=0.0 if identical else new_ppl.ppl - base_ppl.ppl,
         delta_ppl_se=0.0 if identical else _delta_ppl_se(x, y, base_ppl, new_ppl),
+        delta_ppl_low=delta_low,
+        delta_ppl_high=delta_high,
         correlation=_correlation(np.concatenate(x), np.concatenate(y)),
         log=log,
         base=base_ppl,
@@ -381,6 +386,24 @@ def _delta_ppl_se(x: list[FloatArray], y: list[FloatArray], base: Perplexity, ne
     e_base = np.array([(a - base.log.mean).sum() for a in x if a.size])
     e_new = np.array([(a - new.log.mean).sum() for a in y if a.size])
     return cr1_se(new.ppl * e_new - base.ppl * e_base, base.log.n_values)
+
+
+def _delta_ppl_interval(
+    x: list[FloatArray], y: list[FloatArray], base: Perplexity, new: Perplexity, log: ClusterMean
+) -> tuple[float | None, float | None]:
+    """PPL_new - PPL_base +- t_{G-1} se_J, se_J from the differences that are left when each document is left out."""
+    if log.low is None or not (math.isfinite(base.ppl) and math.isfinite(new.ppl)):
+        return None, None
+    sizes = np.array([a.size for a in x if a.size])
+    left = sizes.sum() - sizes
+    with np.errstate(over="ignore", invalid="ignore"):
+        without = [np.exp((np.concatenate(z).sum() - np.array([a.sum() for a in z if a.size])) / left) for z in (y, x)]
+        deviations = without[0] - without[1] - (new.ppl - base.ppl)
+    if not np.isfinite(deviations).all():
+        return None, None
+    G = sizes.size
+    se = float(np.sqrt((G - 1) / G * np.square(deviations).sum()))
+    return t_interval(new.ppl - base.ppl, se, log.df, log.level)
 
 
 def _correlation(x: FloatArray, y: FloatArray) -> float | None:

@@ -2,7 +2,7 @@
 
 `report.json` follows `report/schema.json`; `report.html` and `report.md` are made from it alone. `report-tokens.npy`
 holds what was measured of every scored token, from which each interval can be computed again (of bits per byte: with
-the texts' bytes); `report-samples.jsonl` every answer that was generated. Nothing in them depends on the time or the
+the texts' bytes); `report-samples.jsonl` what both models did with every item of a task. Nothing in them depends on the time or the
 place of the run.
 """
 
@@ -13,7 +13,7 @@ import io
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,19 +25,20 @@ from ..checkpoint.reader import Checkpoint
 from ..checkpoint.staging import write_whole
 from .clusters import ClusterMean, Paired, Perplexity, nats_per_unit, paired
 from .fidelity import summarize
-from .figures import HUGE, figure_text, interval_text, number_text
 from .healing import healing_section
-from .layers import layer_lines, layers_section
-from .page import metric, render
-from .pairs import holm
+from .layers import layers_section
+from .markdown import markdown
+from .multiplicity import adjusted
+from .page import render
 from .power import detectable_ratio, tokens_needed
-from .qlora_bases import bases_lines, rounded_bases
+from .qlora_bases import rounded_bases
 from .windows import Windows
 
-SCHEMA_VERSION = "1.2"
+SCHEMA_VERSION = "1.3"
 REPORT_FILES = ("report.json", "report.md", "report.html", "report-tokens.npy")
-SAMPLES = "report-samples.jsonl"  # only with generation
+SAMPLES = "report-samples.jsonl"  # only with tasks
 METHOD = "delete-one-cluster jackknife on the log scale, t with G-1 degrees of freedom"
+METHOD_DELTA = "delete-one-cluster jackknife of the difference, t with G-1; se: cluster-robust (CR1) delta method"
 METHOD_PER_BYTE = "delete-one-cluster jackknife of bits over bytes, t with G-1 degrees of freedom"
 
 
@@ -62,7 +63,7 @@ class Report:
     latency: dict[str, Any] | None = field(default=None, kw_only=True)  # latency.json; no second run gives the same
     samples: tuple[Mapping[str, Any], ...] = field(
         default=(), kw_only=True
-    )  # every answer of `generation`, base's and own
+    )  # of every item of `tasks` and `generation`: what both models did
     tokens: npt.NDArray[Any]  # per scored token: set, document, nll_base, nll_candidate, ... (`fidelity.TOKEN_FIELDS`)
 
     def to_markdown(self) -> str:
@@ -114,9 +115,6 @@ def make_report(
     pairs = [_pair(scored, level) for scored in sets]
     several = len(sets) > 1
     rows = [_set_row(scored, compared, level, margin, several) for scored, compared in zip(sets, pairs, strict=True)]
-    adjusted = holm([compared.p_value for compared in pairs])
-    for row, p in zip(rows, adjusted, strict=True):
-        row["metrics"][0]["p_holm"] = _number(p)
     main = rows[0]
     content = {
         "schema_version": SCHEMA_VERSION,
@@ -131,7 +129,8 @@ def make_report(
         "fidelity": main["fidelity"],
         "noise_floor": main["noise_floor"],
         "sets": rows[1:],
-        **_adjusted(tasks, generation),
+        "tasks": [dict(row) for row in tasks],
+        "generation": [dict(row) for row in generation],
         "cost": None if cost is None else dict(cost),
         "sizes": _sizes(base, candidate, modules, parameters),
         "layers": layers_section(modules, receipts),
@@ -140,15 +139,13 @@ def make_report(
         **({} if qlora_bases is None else {"qlora_bases": rounded_bases(qlora_bases)}),
         "warnings": list(dict.fromkeys([*(warning for row in rows for warning in row.pop("warnings")), *warnings])),
     }
-    return Report(pairs[0], content, _sidecar(sets), samples=tuple(samples))
+    return Report(pairs[0], adjusted([content])[0], _sidecar(sets), samples=tuple(samples))
 
 
-def _adjusted(tasks: Sequence[Mapping[str, Any]], generation: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Both sections with their p-values adjusted together (Holm)."""
-    rows = [*tasks, *generation]
-    adjusted = holm([row["paired"]["p"] for row in rows])
-    made = [dict(row) | {"paired": dict(row["paired"]) | {"p_holm": p}} for row, p in zip(rows, adjusted, strict=True)]
-    return {"tasks": made[: len(tasks)], "generation": made[len(tasks) :]}
+def adjusted_together(reports: Sequence[Report]) -> list[Report]:
+    """Reports of several candidates with their p-values adjusted for all of them."""
+    contents = adjusted([report.content for report in reports])
+    return [replace(report, content=content) for report, content in zip(reports, contents, strict=True)]
 
 
 def _pair(scored: ScoredSet, level: float) -> Paired:
@@ -255,8 +252,12 @@ def _metrics(compared: Paired, scored: ScoredSet) -> list[dict[str, Any]]:
     delta = {
         "name": "delta_ppl",
         "value": _number(compared.delta_ppl),
+        "ci": _bounds(compared.delta_ppl_low, compared.delta_ppl_high),
+        "level": compared.log.level,
         "se": _number(compared.delta_ppl_se),
-        "method": "cluster-robust (CR1) delta method",
+        "method": METHOD_DELTA,
+        "cluster": compared.log.cluster,
+        "n_clusters": compared.log.n_clusters,
         "paired_with": "base",
         "direction": "lower_is_better",
     }
@@ -278,12 +279,12 @@ def _per_unit(
             continue
         count = float(np.sum(sizes))
         mean, low, high = nats_per_unit(nll, sizes, measured.log)
-        bounds = None if low is None or high is None else [_number(_exp(low)), _number(_exp(high))]
+        ends = [None if end is None else _exp(end) for end in (low, high)]
         rows.append(
             {
                 "name": name,
                 "value": _number(_exp(mean)),
-                "ci": bounds,
+                "ci": _bounds(*ends),
                 "level": measured.log.level,
                 "method": f"{METHOD}, of nats over {units}s",
                 "cluster": measured.log.cluster,
@@ -314,7 +315,7 @@ def _row(name: str, value: float, low: float | None, high: float | None, log: Cl
     return {
         "name": name,
         "value": _number(value),
-        "ci": None if low is None or high is None else [_number(low), _number(high)],
+        "ci": _bounds(low, high),
         "level": log.level,
         "se_log": _number(log.se_jackknife),
         "method": METHOD,
@@ -326,6 +327,10 @@ def _row(name: str, value: float, low: float | None, high: float | None, log: Cl
         "deff": _number(log.deff),
         "direction": "lower_is_better",
     }
+
+
+def _bounds(low: float | None, high: float | None) -> list[float | str | None] | None:
+    return None if low is None or high is None else [_number(low), _number(high)]
 
 
 def _number(value: float | None) -> float | str | None:
@@ -354,118 +359,3 @@ def _sizes(
         "bits_per_quantized_weight": round(8 * stored / weights, 4) if weights else None,
         "bits_per_parameter": round(8 * candidate.nbytes / parameters, 4),
     }
-
-
-def markdown(content: Mapping[str, Any]) -> str:
-    """The page. Every figure in it is one of report.json's."""
-    protocol, sizes = content["protocol"], content["sizes"]
-    rows = {(m["name"], m.get("model")): m for m in content["metrics"]}
-    ratio = rows["ppl_ratio", None]
-    found = content["verdict"]
-    lines = [
-        f"# {content['base']}: {' → '.join(step['step'] for step in content['steps']) or 'compared'}",
-        "",
-        f"**{found['word'].capitalize()}** within a margin of {_percent(found['margin'])}: {found['why']}.",
-        "",
-        f"**Perplexity × {_shown(ratio)}** "
-        f"({_percent(ratio['level'])}, {ratio['n_clusters']} {ratio['cluster']}s, {ratio['n_tokens']:,} tokens, paired). "
-        f"Weights {sizes['bytes_base'] / 1e6:,.1f} → {sizes['bytes_candidate'] / 1e6:,.1f} MB.",
-        "",
-        "| figure | base | candidate |",
-        "|---|---|---|",
-    ]
-    for name, title in (("ppl", "perplexity per token"), ("bits_per_byte", "bits per byte")):
-        if (name, "base") in rows:
-            note = "" if rows[name, "base"].get("bytes_exact", True) else ", bytes by the share of tokens scored"
-            lines.append(f"| {title}{note} | {_shown(rows[name, 'base'])} | {_shown(rows[name, 'candidate'])} |")
-    excess, delta = rows["excess_log_ppl", None], rows["delta_ppl", None]
-    lines += [
-        f"| excess log-perplexity, nats | | {_shown(excess, 5)} |",
-        f"| difference of perplexities | | {_fixed(delta['value'])} (standard error {_fixed(delta['se'])}) |",
-        f"| weights, bytes | {sizes['bytes_base']:,} | {sizes['bytes_candidate']:,} |",
-        f"| bits per parameter, all tensors | | {sizes['bits_per_parameter']} |",
-    ]
-    if content["kv_cache"]:
-        before, after = content["kv_cache"]["before"], content["kv_cache"]["after"]
-        title = f"KV cache, bytes per token ({after['dtype']}, live {after['kind']})"
-        lines.append(f"| {title} | {before['bytes_per_token']:,} | {after['bytes_per_token']:,} |")
-    if sizes["bits_per_quantized_weight"] is not None:
-        lines.append(f"| bits per quantized weight, scales included | | {sizes['bits_per_quantized_weight']} |")
-    lines += _fidelity_lines(content)
-    lines += _set_lines(content["sets"])
-    lines += _task_lines(content)
-    if bases := bases_lines(content):
-        lines += ["", "## Where the adapter is merged", "", *(f"- {line}" for line in bases)]
-    lines += ["", f"Intervals: {ratio['method']}; a cluster is one {ratio['cluster']}.", "", "## Protocol", ""]
-    lines += [f"- {key}: `{value}`" for key, value in protocol.items()]
-    if content["calibration"]:
-        lines += ["", "## Calibration", ""]
-        lines += [f"- {key}: `{value}`" for key, value in content["calibration"].items()]
-    lines += ["", "## Steps", ""]
-    lines += [f"- `{step['step']}`: `{step['settings']}`" for step in content["steps"]]
-    lines += layer_lines(content["layers"])
-    if content["warnings"]:
-        lines += ["", "## Warnings", "", *(f"- {warning}" for warning in content["warnings"])]
-    return "\n".join(lines) + "\n"
-
-
-def _fidelity_lines(content: Mapping[str, Any]) -> list[str]:
-    if content["fidelity"] is None:
-        return []
-    floor = content["noise_floor"]
-    lines = ["", "| fidelity to the base | value | noise of arithmetic |", "|---|---|---|"]
-    for row in content["fidelity"]["metrics"]:
-        noise = metric(floor["metrics"], row["name"]) if floor is not None else None
-        shown = figure_text(noise) if noise is not None else ""
-        lines.append(f"| {row['name']}, {row['unit']} | {figure_text(row)} | {shown} |")
-    return lines
-
-
-def _set_lines(sets: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not sets:
-        return []
-    lines = ["", "| other texts | perplexity ratio | verdict | protocol |", "|---|---|---|---|"]
-    for row in sets:
-        ratio, protocol = metric(row["metrics"], "ppl_ratio"), row["protocol"]
-        assert ratio is not None
-        lines.append(
-            f"| {row['name']} | {_shown(ratio)} | {row['verdict']['word']} | {protocol['id']}, window "
-            f"{protocol['window']}, {protocol['n_scored']} tokens |"
-        )
-    return lines
-
-
-def _task_lines(content: Mapping[str, Any]) -> list[str]:
-    rows = [*content["tasks"], *content["generation"]]
-    if not rows:
-        return []
-    lines = ["", "| task | items | base | candidate | difference | p, Holm |", "|---|---|---|---|---|---|"]
-    for row in rows:
-        models = [figure_text(row[model], percent=True) for model in ("base", "candidate")]
-        pair = row["paired"]
-        difference = interval_text(pair["difference"], pair["ci"], percent=True)
-        cells = [
-            f"{row['name']}, {row['metric']}",
-            str(row["n_items"]),
-            *models,
-            difference,
-            number_text(pair["p_holm"], 2),
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
-    return lines
-
-
-def _shown(row: Mapping[str, Any], digits: int = 4) -> str:
-    interval = row["ci"]
-    bounds = "no interval" if interval is None else f"[{_fixed(interval[0], digits)}, {_fixed(interval[1], digits)}]"
-    return f"{_fixed(row['value'], digits)} {bounds}"
-
-
-def _fixed(value: float | str | None, digits: int = 4) -> str:
-    if value is None or isinstance(value, str):
-        return "—" if value is None else value
-    return f"{value:.2e}" if abs(value) >= HUGE else f"{value:.{digits}f}"
-
-
-def _percent(level: float) -> str:
-    return f"{100 * level:g} %"

@@ -95,6 +95,7 @@ def _candidate(content: Content, name: str, latency: Content | None, number: int
         "tiles": list(_tiles(content, ratio)),
         "forest": forest("Perplexity of the candidate over the base's", [_ratio(s, number) for s in sets], margin),
         "sets": [_set(s) for s in sets],
+        "multiplicity": _multiplicity(content["multiplicity"]),
         "tasks": [_task(task) for task in content.get("tasks", [])],
         "generation": [_generation(row) for row in content["generation"]],
         "sizes": _sizes(content, number),
@@ -178,12 +179,7 @@ def _set(scored: Content) -> dict[str, Any]:
     paired = [
         ("perplexity ratio", figure_text(ratio), number_text(ratio["deff"], 3), _p(ratio)),
         ("excess log-perplexity, nats per token", figure_text(excess), number_text(excess["deff"], 3), ""),
-        (
-            "difference of perplexities",
-            f"{number_text(delta['value'])} (standard error {number_text(delta['se'])})",
-            "",
-            "",
-        ),
+        ("difference of perplexities", figure_text(delta), "", ""),
     ]
     return {
         "name": scored["name"] or scored["protocol"]["data"],
@@ -205,6 +201,16 @@ def _p(ratio: Mapping[str, Any]) -> str:
     if ratio["p_holm"] is not None and ratio["p_holm"] != ratio["p_value"]:
         text += f", Holm {number_text(ratio['p_holm'], 2)}"
     return text
+
+
+def _multiplicity(counted: Content) -> str:
+    """What the adjusted p-values stand for; empty where there is one test alone."""
+    several = [(counted[kind], kind) for kind in ("texts", "tasks") if counted[kind] > 1]
+    if not several:
+        return ""
+    of = f" of all {counted['candidates']} candidates" if counted["candidates"] > 1 else ""
+    tests = " and ".join(f"{count} tests on {kind}" for count, kind in several)
+    return f"Adjusted p-values ({counted['method']}) allow for {tests}{of}."
 
 
 def _fidelity(fidelity: Content, floor: Content | None) -> dict[str, Any]:

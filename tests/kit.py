@@ -12,7 +12,9 @@ import zlib
 from pathlib import Path
 from unittest.mock import patch
 
+import jsonschema
 import numpy as np
+import referencing
 import torch
 import transformers
 from safetensors import safe_open
@@ -321,6 +323,17 @@ class Shelf:
     def __call__(self, name, dtype="bfloat16"):
         directory = self.root / f"{name}-{dtype}"
         return directory if directory.exists() else make(name, directory, dtype)
+
+
+def validator(name):
+    """Of a file that a report writes: `report`, `comparison`, `latency`, or one line of `samples`."""
+    home = Path(suture.__file__).parent / "report"
+    file = "schema.json" if name == "report" else f"{name}.schema.json"
+    schemas = {path.name: json.loads(path.read_text()) for path in home.glob("*schema.json")}
+    registry = referencing.Registry().with_resources(
+        (key, referencing.Resource.from_contents(schema)) for key, schema in schemas.items()
+    )
+    return jsonschema.Draft202012Validator(schemas[file], registry=registry)
 
 
 def run(recipe, **options):

@@ -70,8 +70,25 @@ def test_vector_b_paired():
     assert t_test(r.log.mean, r.log.se_cr1, 3) == close(0.0677641472, 1e-8)
     assert r.delta_ppl == close(1.3215659237908692)
     assert r.delta_ppl_se == close(1.134888361732536)
+    assert (r.delta_ppl_low, r.delta_ppl_high) == (None, None)  # of four documents
     unpaired = math.hypot(cluster_mean(A).se_token, cluster_mean(B).se_token)
     assert unpaired == close(0.5676951451)
+
+
+def test_the_interval_of_the_difference_is_the_jackknife_of_the_difference():
+    x = random_documents(9, n=12)
+    y = shifted(x, 4, shift=0.05)
+    r = paired(x, y)
+    without = []
+    for left_out in range(12):
+        rest = paired([d for i, d in enumerate(x) if i != left_out], [d for i, d in enumerate(y) if i != left_out])
+        without.append(rest.new.ppl - rest.base.ppl)
+    se = math.sqrt(11 / 12 * sum((w - r.delta_ppl) ** 2 for w in without))
+    assert (r.delta_ppl_low, r.delta_ppl_high) == close(t_interval(r.delta_ppl, se, 11))
+    assert r.delta_ppl_low < r.delta_ppl < r.delta_ppl_high
+    assert se == pytest.approx(r.delta_ppl_se, rel=0.5)
+    same = paired(x, x)
+    assert (same.delta_ppl_low, same.delta_ppl_high) == (0, 0)
 
 
 def test_vector_b_prime_equal_clusters():

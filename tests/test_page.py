@@ -1,5 +1,6 @@
 """The page and the card: made from report.json alone, self-contained, accessible, and nothing of the input lost."""
 
+import copy
 import html.parser
 import json
 import re
@@ -18,7 +19,9 @@ from suture.report.charts import pareto_front
 from suture.report.clusters import paired
 from suture.report.document import verdict
 from suture.report.figures import interval_text
+from suture.report.multiplicity import adjusted
 from suture.report.page import render
+from suture.report.pairs import holm
 
 
 class Checker(html.parser.HTMLParser):
@@ -120,8 +123,53 @@ def test_the_base_goes_through_the_text_once_for_all_candidates(home, monkeypatc
     assert all(passes.count((str(name), all_windows)) == 1 for name in names)
     assert again.contents == compared.contents
     alone = suture.compare(directory / "model", names[1], str(directory / "ids.jsonl"), window=24)
-    assert alone.content["metrics"] == again.contents[1]["metrics"]
-    assert alone.content["sets"] == again.contents[1]["sets"]
+    (ratio, *rest), (beside, *others) = alone.content["metrics"], again.contents[1]["metrics"]
+    assert rest == others and alone.content["sets"] == again.contents[1]["sets"]
+    assert ratio | {"p_holm": beside["p_holm"]} == beside  # which allows for the other candidate
+
+
+def test_p_values_allow_for_every_candidate_of_a_comparison(home):
+    """Each file beside the page says so too; one candidate's own run allows for its own texts."""
+    directory, outputs, compared = home
+    ratios = [content["metrics"][0] for content in compared.contents]
+    assert [row["p_holm"] for row in ratios] == holm([row["p_value"] for row in ratios])
+    assert ratios[0]["p_holm"] != ratios[0]["p_value"]
+    for number, content in enumerate(compared.contents):
+        (kept,) = (directory / "compared").glob(f"{number + 1}-*/report.json")
+        assert json.loads(kept.read_text()) == content
+        assert content["multiplicity"] == {"method": "Holm", "candidates": 2, "texts": 2, "tasks": 0}
+        assert "allow for 2 tests on texts of all 2 candidates" in checked(kept.with_name("report.html").read_text())
+    own = outputs[0].report.content
+    assert own["multiplicity"] == {"method": "Holm", "candidates": 1, "texts": 2, "tasks": 0}
+
+
+@pytest.mark.parametrize("family", ["texts", "tasks"])
+def test_adjusting_leaves_what_it_is_given_alone(home, family):
+    """Tests that were not made count for nothing."""
+    _, _, compared = home
+    content = copy.deepcopy(compared.contents[0])
+    pair = {"p": 0.01, "p_holm": None}
+    content["tasks"] = [{"paired": dict(pair)}, {"paired": {"p": None, "p_holm": None}}]
+    content["generation"] = [{"paired": {"p": 0.04, "p_holm": None}}]
+    content["sets"] = [{"metrics": [{"name": "ppl_ratio", "p_value": None}]}]
+    before = copy.deepcopy(content)
+    made = adjusted([content, content])
+    assert content == before
+    if family == "tasks":
+        assert [row["paired"]["p_holm"] for one in made for row in (*one["tasks"], *one["generation"])] == [
+            *(0.04, None, 0.08),
+            *(0.04, None, 0.08),
+        ]
+    assert made[0]["multiplicity"][family] == {"texts": 2, "tasks": 4}[family]
+
+
+def test_a_comparison_follows_its_schema(home):
+    directory, _, compared = home
+    whole = json.loads((directory / "compared/comparison.json").read_text())
+    kit.validator("comparison").validate(whole)
+    assert whole["reports"] == compared.contents
+    with pytest.raises(jsonschema.ValidationError):
+        kit.validator("comparison").validate(whole | {"reports": []})
 
 
 def test_a_comparison_shows_every_candidate(home):

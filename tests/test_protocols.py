@@ -10,9 +10,12 @@ import pytest
 import torch
 
 import suture
+from suture.calibrate.tokens import load_tokenizer
 from suture.checkpoint.errors import SutureError
 from suture.checkpoint.reader import open_checkpoint
-from suture.pipeline.recipe import make_recipe
+from suture.pipeline.generation_runs import plan_generation
+from suture.pipeline.recipe import GenerationSettings, TaskSettings, make_recipe
+from suture.pipeline.task_runs import plan_tasks
 from suture.pipeline.texts import TextModel, evaluation_text
 from suture.report.detokenize import count_words, wikitext
 from suture.report.windows import FIRST_HALF, TAIL, llamacpp_windows, rolling_windows
@@ -128,6 +131,22 @@ def test_a_gemma_without_bos_is_warned_of(tmp_path, protocol, bos, warned):
     assert any("lost without it" in warning for warning in found.warnings) == warned
     other = evaluation_text(settings.all_sets()[0], TextModel(400, 64, None, "", bos, "llama"))
     assert not other.warnings
+
+
+@pytest.mark.parametrize(("bos", "family", "warned"), [(True, "gemma2", 0), (False, "gemma2", 2), (False, "llama", 0)])
+def test_a_gemma_asked_without_bos_is_warned_of(tmp_path, bos, family, warned):
+    """H1, for tasks: multiple choice and answers in words."""
+    tokenizer = load_tokenizer(open_checkpoint(TINY).path)
+    model = TextModel(1 << 16, 512, tokenizer, "", tokenizer.bos_token_id if bos else None, family)
+    path = tmp_path / "items.jsonl"
+    rows = [{"query": f"The number {i}", "choices": ["one.", "two."], "gold": 0, "answer": "one"} for i in range(3)]
+    path.write_text("\n".join(map(json.dumps, rows)))
+    plans = [*plan_tasks([TaskSettings(data=str(path))], model)]
+    plans += plan_generation([GenerationSettings(data=str(path))], model)
+    found = [warning for plan in plans for warning in plan.warnings]
+    assert len(found) == warned
+    if warned:
+        assert "items: 6 prompts without BOS" in found[0] and "items: 3 prompts without BOS" in found[1]
 
 
 def test_several_texts_are_rows_with_the_settings_of_the_first(pages, tmp_path):

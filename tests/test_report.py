@@ -253,7 +253,7 @@ def test_a_model_against_itself_is_exactly_equal(text):
     ratio = metric(report.content, "ppl_ratio")
     assert (ratio["value"], ratio["ci"], ratio["p_value"]) == (1.0, [1.0, 1.0], 1.0)
     delta = metric(report.content, "delta_ppl")
-    assert (delta["value"], delta["se"]) == (0.0, 0.0)
+    assert (delta["value"], delta["se"], delta["ci"]) == (0.0, 0.0, [0.0, 0.0])
     validate(report.content)
 
 
@@ -531,6 +531,7 @@ def test_timing_comes_after_what_was_scored_is_written(tmp_path):
     told = {"window": 32, "fidelity": False, "output": out}
     suture.compare(model, model, str(ids), latency=True, **told)
     timed = json.loads((out / "latency.json").read_text())
+    kit.validator("latency").validate(timed)
     assert timed["what"].startswith("one sequence of 48 tokens, then 16")
     (out / "report-samples.jsonl").write_text("{}\n")
     suture.compare(model, model, str(ids), **told)
@@ -557,6 +558,46 @@ def test_a_text_that_an_earlier_step_was_calibrated_on_still_leaks(tmp_path):
     for candidate in ("q", "d"):
         report = suture.compare(TINY, tmp_path / candidate, few, window=64, max_tokens_per_document=64, fidelity=False)
         assert any("calibrated on this very text" in warning for warning in report.content["warnings"]), candidate
+
+
+def test_items_that_the_calibration_text_holds_are_counted(tmp_path):
+    """Questions made of the calibration text, as choices and as answers in words."""
+    story = json.loads((ROOT / "builtin" / "novels.jsonl").read_text(encoding="utf-8").splitlines()[0])["text"]
+    pieces = [" ".join(story[600 * i : 600 * i + 300].split()[1:-1]) for i in range(12)]
+    apart = [f"The {i} men of the east went out to look for {i} white horses, and came back with" for i in range(4)]
+    rows = [{"query": text, "choices": ["one.", "two men."], "gold": 0} for text in (*pieces[:8], *apart)]
+    choices, words = tmp_path / "choices.jsonl", tmp_path / "words.jsonl"
+    choices.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    words.write_text("\n".join(json.dumps({"prompt": row["query"], "answer": "one"}) for row in rows), encoding="utf-8")
+    calibration = {"data": "builtin:novels", "samples": 40, "length": 512, "order": "sequential"}
+    suture.apply(TINY, tmp_path / "q", {"gptq": {"group_size": 64}}, calibration=calibration)
+    told = {"window": 32, "max_windows": 6, "fidelity": False, "tasks": [{"data": str(choices)}]}
+    told["generation"] = [{"data": str(words), "max_new_tokens": 1}]
+    report = suture.compare(TINY, tmp_path / "q", "builtin:holmes", output=tmp_path / "r", **told)
+    seen = [warning for warning in report.content["warnings"] if "tokens in a row that are in" in warning]
+    assert [warning.split(" have")[0] for warning in seen] == ["choices: 8 of 12 items", "words: 8 of 12 items"]
+    told["tasks"] = [{"data": str(choices), "limit": 8}]
+    recipe = {"model": TINY, "output": str(tmp_path / "x"), "steps": [{"gptq": {"group_size": 64}}]}
+    recipe |= {"calibration": calibration, "report": {"data": "builtin:holmes", **told}}
+    planned = make_plan(make_recipe(recipe)).warnings
+    assert any("choices: 8 of 8 items have 13 tokens in a row" in warning for warning in planned)
+
+    records = [json.loads(line) for line in (tmp_path / "r/report-samples.jsonl").read_text().splitlines()]
+    for record in records:
+        kit.validator("samples").validate(record)
+    chosen = [record for record in records if record["task"] == "choices"]
+    assert [record["item"] for record in chosen] == list(range(12)) and len(records) == 24
+    for model in ("base", "candidate"):  # every figure of the task can be had from them again
+        sums = np.array([record[model]["log_likelihoods"] for record in chosen])
+        per_character = sums / np.array([record["characters"] for record in chosen])
+        acc, norm = [row for row in report.content["tasks"] if row["name"] == "choices"]
+        assert acc[model]["right"] == (sums.argmax(1) == 0).sum() == sum(r[model]["right"] for r in chosen)
+        assert (
+            norm[model]["right"] == (per_character.argmax(1) == 0).sum() == sum(r[model]["right_norm"] for r in chosen)
+        )
+    margins = {m: [np.subtract(*record[m]["log_likelihoods"]) for record in chosen] for m in ("base", "candidate")}
+    drift = np.mean(margins["candidate"]) - np.mean(margins["base"])
+    assert acc["margin_drift"]["value"] == pytest.approx(drift)
 
 
 def test_a_broken_candidate_keeps_a_page_that_can_be_read(compared):

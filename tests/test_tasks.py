@@ -13,7 +13,8 @@ import suture
 from suture.calibrate.tokens import load_tokenizer
 from suture.checkpoint.errors import SutureError
 from suture.checkpoint.reader import open_checkpoint
-from suture.report.tasks import Answers, Item, answers, compare_answers, read_items, request_windows
+from suture.report.task_forms import Item, read_items
+from suture.report.tasks import Answers, answers, compare_answers, request_windows
 
 FORMS = {
     "hellaswag": (
