@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from .messages import messages
+from .options import Json, Overwrite
 
 app = typer.Typer(no_args_is_help=True, help="LoRA adapters: look at them, begin, extract, add and carry them over.")
 
@@ -40,8 +41,6 @@ class EmbeddingChoice(StrEnum):
     skip = "skip"
 
 
-Json = Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output as a whole.")]
 Output = Annotated[Path, typer.Argument(help="directory to write")]
 AdapterDir = Annotated[Path, typer.Argument(help="directory with adapter_config.json")]
 

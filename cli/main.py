@@ -7,15 +7,15 @@ import json
 import os
 import sys
 from collections.abc import Callable
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from ..pipeline.process import own_process
-from . import lora, recipes
+from . import lora, measure, recipes
 from .messages import messages as _messages
+from .options import Device, DeviceName, Download, Json, Overwrite, Quiet, Resume, Verbose
 
 app = typer.Typer(
     invoke_without_command=True,
@@ -25,49 +25,8 @@ app = typer.Typer(
 app.add_typer(lora.app, name="lora")
 app.add_typer(recipes.app, name="recipes")
 app.command()(recipes.init)
-
-
-class DeviceName(StrEnum):
-    """Where to compute; auto: CUDA when it is there."""
-
-    auto = "auto"
-    cpu = "cpu"
-    cuda = "cuda"
-
-
-class Protocol(StrEnum):
-    """How text is cut into windows."""
-
-    doc_rolling = "doc-rolling"
-    gptq_2048 = "gptq-2048"
-    llamacpp_512 = "llamacpp-512"
-    lm_eval = "lm-eval"
-
-
-def _told(level: str) -> Callable[[bool], None]:
-    """The callback of an option that says how much is told."""
-
-    def chosen(value: bool) -> None:
-        if value:
-            from .console import Level, set_level
-
-            set_level(Level[level])
-
-    return chosen
-
-
-Quiet = Annotated[
-    bool, typer.Option("--quiet", "-q", callback=_told("quiet"), help="No progress and no notes, the result alone.")
-]
-Verbose = Annotated[
-    bool,
-    typer.Option("--verbose", "-v", callback=_told("verbose"), help="Every unit of work, and every layer's record."),
-]
-Device = Annotated[DeviceName, typer.Option(help="Where to compute; auto: CUDA when it is there.")]
-Json = Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an existing output as a whole.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on with an interrupted run.")]
-Download = Annotated[bool, typer.Option("--download", help="Allow the network for a hub id that is not cached.")]
+app.command()(measure.report)
+app.command()(measure.power)
 
 
 @app.command()
@@ -209,64 +168,6 @@ def steps(
 
 
 @app.command()
-def report(
-    base: Annotated[str, typer.Argument(help="the model to compare with")],
-    candidates: Annotated[list[str], typer.Argument(help="one or more models to score against it")],
-    data: Annotated[str, typer.Option(help="held-out text: builtin:holmes, a file, hf:NAME:SPLIT")],
-    output: Annotated[Path | None, typer.Option(help="directory for report.json, report.html and report.md")] = None,
-    protocol: Annotated[Protocol, typer.Option(help="How text is cut into windows.")] = Protocol.doc_rolling,
-    window: Annotated[int | None, typer.Option(help="tokens per window")] = None,
-    max_windows: Annotated[int | None, typer.Option(help="score only so many windows")] = None,
-    split: Annotated[str | None, typer.Option(help="regular expression that begins a document")] = None,
-    column: Annotated[str | None, typer.Option(help="column of the text")] = None,
-    also: Annotated[list[str] | None, typer.Option(help="more texts, each a row; may be given again")] = None,
-    task: Annotated[
-        list[str] | None,
-        typer.Option(metavar="NAME=FILE", help="a task by log-likelihood, or '{data: FILE, ...}'; may be given again"),
-    ] = None,
-    generation: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME=FILE", help="a task answered in words, or '{data: FILE, chat: true, ...}'; may be given again"
-        ),
-    ] = None,
-    margin: Annotated[float, typer.Option(help="perplexity ratio less 1 that counts as equivalent")] = 0.02,
-    no_fidelity: Annotated[bool, typer.Option("--no-fidelity", help="Perplexity only, without KL divergence.")] = False,
-    latency: Annotated[
-        bool, typer.Option("--latency", help="Also time both models, interleaved; writes latency.json.")
-    ] = False,
-    device: Device = DeviceName.auto,
-    as_json: Json = False,
-    quiet: Quiet = False,
-    verbose: Verbose = False,
-) -> None:
-    """Score models against a base on identical tokens, with paired intervals."""
-    with _messages():
-        from ..pipeline.api import compare, compare_all
-        from ..pipeline.launch import together
-        from ..pipeline.recipe import parse_task
-        from .console import TerminalProgress
-
-        settings: dict[str, Any] = {"protocol": protocol.value, "window": window, "max_windows": max_windows}
-        settings |= {"split": split, "column": column, "margin": margin, "fidelity": not no_fidelity}
-        settings |= {
-            "sets": [{"data": text} for text in also or []],
-            "tasks": [parse_task(one, "--task") for one in task or []],
-        }
-        settings |= {"generation": [parse_task(one, "--generation") for one in generation or []]}
-        common: dict[str, Any] = {"output": output, "device": device, "progress": TerminalProgress()}
-
-        def scored(crew: Any) -> list[Any]:
-            options = {"latency": latency, "crew": crew, **common, **settings}
-            if len(candidates) == 1:
-                return [compare(base, candidates[0], data, **options)]
-            return list(compare_all(base, candidates, data, **options).reports.values())
-
-        for compared in together(scored) or ():
-            print(json.dumps(compared.content, indent=1) if as_json else compared.to_markdown())
-
-
-@app.command()
 def inspect(
     models: Annotated[
         list[str],
@@ -364,6 +265,7 @@ Commands, with an example each:
   quantize   one step without a recipe             suture quantize builtin:tiny out/w4 --method rtn --group-size 64
   apply      any steps without a recipe            suture apply builtin:tiny out/gqa --step 'gqa: {kv_heads: 4, method: mean}'
   report     score models on identical tokens      suture report builtin:tiny out/w4 --data builtin:holmes
+  power      how much text shows a difference      suture power out/w4 --ratio 1.005
   lora       adapters: inspect, attach, extract    suture lora attach builtin:tiny out/adapter
   check      is an output what was written?        suture check out/w4
 

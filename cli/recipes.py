@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 from .messages import messages
+from .options import Json
 
 app = typer.Typer(help="Recipes that ship with suture: list them, print one.")
-Json = Annotated[bool, typer.Option("--json", help="Print plain data instead of a table.")]
 
 
 def names(incomplete: str = "") -> list[str]:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ..report.figures import seconds_text
+from ..report.figures import number_text, seconds_text
 from .console import Level, level
 
 if TYPE_CHECKING:
@@ -243,6 +243,32 @@ def print_adapter(facts: dict[str, Any]) -> None:
     _console().print(table)
     _warn(["every lora_B is zero: it changes nothing"] if facts["changes_nothing"] else [])
     _warn(facts["notes"])
+
+
+def print_power(rows: list[dict[str, Any]], power: float) -> None:
+    """How much shows a difference, a row per text or task."""
+    table = Table(title=f"what shows a difference with {100 * power:g} % power", title_justify="left")
+    for heading in ("text or task", "figure", "difference", "needed", "measured", "which can show"):
+        table.add_column(heading, overflow="fold")
+    for row in rows:
+        name = " ".join(part for part in (row.get("candidate", ""), row["name"]) if part)
+        shown = [_difference(row, row["difference"]), _needed_of(row)]
+        measured = [f"{row['measured']:,} {row['unit']}", _difference(row, row["detectable"])]
+        table.add_row(escape(name), row["metric"], *shown, *measured)
+    _console().print(table)
+
+
+def _difference(row: dict[str, Any], value: float | None) -> str:
+    if value is None:
+        return "unknown: no spread seen, or too few documents"
+    return f"× {number_text(value, 5)}" if row["unit"] == "tokens" else f"{number_text(100 * value, 3)} points"
+
+
+def _needed_of(row: dict[str, Any]) -> str:
+    if row["needed"] is None:
+        return "—"
+    clusters = next((f" in {row[key]:,} {key}" for key in row if key.endswith(("documents", "blocks"))), "")
+    return f"{row['needed']:,} {row['unit']}{clusters}"
 
 
 def print_curve(rows: list[dict[str, Any]]) -> None:

@@ -100,7 +100,7 @@ def inspect(
             raise SutureError(f"{name}: {value} is not a positive number")
     if cache_bits not in (4, 8, 16, 32):
         raise SutureError(f"cache_bits: {cache_bits} is none of 4, 8, 16, 32")
-    chosen = dict(_gpu(gpu) for gpu in gpus) if gpus else GPUS
+    chosen = dict(parse_gpu(gpu) for gpu in gpus) if gpus else GPUS
     asked = Question(context, batch, cache_bits, chosen, ranks, targets)
     sources = (model, *others)
     if _is_adapter(model) and not others:
@@ -115,7 +115,7 @@ def _is_adapter(source: str | Path) -> bool:
     return (Path(source) / "adapter_config.json").is_file() and not (Path(source) / "config.json").is_file()
 
 
-def _gpu(text: str) -> tuple[str, GPU]:
+def parse_gpu(text: str) -> tuple[str, GPU]:
     name, equals, figures = text.partition("=")
     if equals:
         try:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from .figures import bytes_text, figure_text, finite
+from .figures import bytes_text, figure_text, finite, interval_text
 from .page import metric, protocol_text
 
 MARK = "<!-- written by suture -->"
@@ -175,8 +175,8 @@ def _results(content: Mapping[str, Any]) -> list[str]:
     lines = [
         "## Measured",
         "",
-        "| text | perplexity, base | this model | ratio, paired | KL from the base | verdict |",
-        "|---|---|---|---|---|---|",
+        "| text | perplexity, base | this model | ratio, paired | KL from the base | verdict | protocol |",
+        "|---|---|---|---|---|---|---|",
     ]
     for scored in (content, *content["sets"]):
         rows, fidelity = scored["metrics"], scored["fidelity"]
@@ -185,13 +185,14 @@ def _results(content: Mapping[str, Any]) -> list[str]:
             figure_text(metric(rows, *key)) for key in (("ppl", "base"), ("ppl", "candidate"), ("ppl_ratio", None))
         ]
         name = str(scored["name"] or scored["protocol"]["data"]).rsplit("/", 1)[-1]
-        lines.append(f"| {name} | {' | '.join(cells)} | {kl} | {scored['verdict']['word']} |")
+        lines.append(f"| {name} | {' | '.join(cells)} | {kl} | {scored['verdict']['word']} | {protocol_text(scored['protocol'])} |")
+    lines += _tasks([*content["tasks"], *content["generation"]])
     level = metric(content["metrics"], "ppl_ratio")
     assert level is not None
     lines += [
         "",
-        f"Intervals at {100 * level['level']:g} %, from whole {level['cluster']}s. Protocol: "
-        f"{protocol_text(content['protocol'])}. Verdict: against a margin of {100 * content['verdict']['margin']:g} %.",
+        f"Intervals at {100 * level['level']:g} %, of texts from whole {level['cluster']}s. Verdict: against a margin of "
+        f"{100 * content['verdict']['margin']:g} %.",
         "",
         f"Weights: {bytes_text(sizes['bytes_base'])} → {bytes_text(sizes['bytes_candidate'])}, "
         f"{sizes['bits_per_parameter']:g} bits per parameter over all tensors.",
@@ -201,6 +202,22 @@ def _results(content: Mapping[str, Any]) -> list[str]:
     ]
     if content["warnings"]:
         lines += [*(f"- {warning}" for warning in content["warnings"]), ""]
+    return lines
+
+
+def _tasks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    lines = ["", "| task | base | this model | difference, paired | protocol |", "|---|---|---|---|---|"]
+    for row in rows:
+        pair = row["paired"]
+        cells = [
+            f"{row['name']}, {row['metric']}",
+            *(figure_text(row[model], percent=True) for model in ("base", "candidate")),
+            interval_text(pair["difference"], pair["ci"], percent=True),
+            row["protocol"],
+        ]
+        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

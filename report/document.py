@@ -2,8 +2,8 @@
 
 `report.json` follows `report/schema.json`; `report.html` and `report.md` are made from it alone. `report-tokens.npy`
 holds what was measured of every scored token, from which each interval can be computed again (of bits per byte: with
-the texts' bytes); `report-samples.jsonl` what both models did with every item of a task. Nothing in them depends on the time or the
-place of the run.
+the texts' bytes); `report-samples.jsonl` what both models did with every item of a task. Nothing in them depends on the
+time or the place of the run.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Report:
     latency: dict[str, Any] | None = field(default=None, kw_only=True)  # latency.json; no second run gives the same
     samples: tuple[Mapping[str, Any], ...] = field(
         default=(), kw_only=True
-    )  # of every item of `tasks` and `generation`: what both models did
+    )  # every item of a task, what both models did
     tokens: npt.NDArray[Any]  # per scored token: set, document, nll_base, nll_candidate, ... (`fidelity.TOKEN_FIELDS`)
 
     def to_markdown(self) -> str:

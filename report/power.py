@@ -12,9 +12,14 @@ gave, so the documents' effect is in it.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ..checkpoint.errors import SutureError
+from .clusters import MIN_CLUSTERS
+from .figures import finite
+
+POWER = 0.8  # of what a report itself says
 
 
 def items_needed(
@@ -68,12 +73,63 @@ def detectable_ratio(se_log: float, *, power: float = 0.8, level: float = 0.95) 
     return math.exp(exponent) if exponent < 700 else math.inf
 
 
-def power_of(se: float | None, n: int, level: float = 0.95, power: float = 0.8) -> dict[str, Any] | None:
+def power_of(se: float | None, n: int, level: float = 0.95, power: float = POWER) -> dict[str, Any] | None:
     """What n items could show, from the standard error of their mean difference; None where it is 0 or undefined."""
     if not se:
         return None
     found = _z(power, level) * se
     return {"power": power, "detectable": found, "items_for_one_point": math.ceil(n * (found / 0.01) ** 2)}
+
+
+def needed(
+    content: Mapping[str, Any], *, ratio: float = 1.01, points: float = 1.0, power: float = POWER
+) -> list[dict[str, Any]]:
+    """How much text, and how many items, show a stated difference: from what a report.json measured of the same two models.
+
+    ratio: of perplexities, below or above 1; points: of accuracy, in percent. Standard errors shrink with the square root of
+    documents or items of the same kind, so the documents' and groups' effect stays in. `needed` is None where the report saw
+    no spread, or too few documents to know it.
+    """
+    if not 0 < points < 100:
+        raise SutureError(f"points = {points:g}: expected a difference of accuracy in percent, such as 1")
+    return [*_texts_needed(content, ratio, power), *_items_needed(content, points / 100, power)]
+
+
+def _texts_needed(content: Mapping[str, Any], ratio: float, power: float) -> Iterator[dict[str, Any]]:
+    for scored in (content, *content["sets"]):
+        row = next(metric for metric in scored["metrics"] if metric["name"] == "ppl_ratio")
+        level, n = row["level"], row["n_tokens"]
+        se = finite(row["se_log"]) if row["ci"] is not None else None
+        tokens = tokens_needed(ratio, se, n, power=power, level=level) if se else None
+        yield {
+            "name": scored["name"] or scored["protocol"]["data"],
+            "metric": "perplexity ratio",
+            "unit": "tokens",
+            "measured": n,
+            "detectable": detectable_ratio(se, power=power, level=level) if se else None,
+            "difference": ratio,
+            "needed": tokens,
+            row["cluster"] + "s": None
+            if tokens is None
+            else max(MIN_CLUSTERS, math.ceil(row["n_clusters"] * tokens / n)),
+        }
+
+
+def _items_needed(content: Mapping[str, Any], difference: float, power: float) -> Iterator[dict[str, Any]]:
+    for row in (*content["tasks"], *content["generation"]):
+        found, level = row["paired"]["power"], row["level"]
+        detectable = None
+        if found is not None:
+            detectable = found["detectable"] * _z(power, level) / _z(found["power"], level)
+        yield {
+            "name": row["name"],
+            "metric": row["metric"],
+            "unit": "items",
+            "measured": row["n_items"],
+            "detectable": detectable,
+            "difference": difference,
+            "needed": None if detectable is None else math.ceil(row["n_items"] * (detectable / difference) ** 2),
+        }
 
 
 def _z(power: float, level: float) -> float:

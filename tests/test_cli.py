@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import json
+import math
 import os
 import shutil
 import signal
@@ -57,7 +58,7 @@ def tensors_of(directory: Path) -> dict[str, torch.Tensor]:
     return {name: t for path in sorted(directory.glob("*.safetensors")) for name, t in load_file(path).items()}
 
 
-COMMANDS = ("run", "plan", "quantize", "apply", "steps", "report", "inspect", "check", "watch", "init")
+COMMANDS = ("run", "plan", "quantize", "apply", "steps", "report", "power", "inspect", "check", "watch", "init")
 
 
 # -- start -------------------------------------------------------------------------------------------------------------
@@ -586,10 +587,49 @@ def test_report_scores_candidates_and_prints_or_writes_it(finished):
     timed = json.loads((home / "more/latency.json").read_text())
     assert [m["name"] for m in timed["measurements"]] == ["prefill", "decode"]
     assert "Latency" in (home / "more/report.html").read_text() and "latency" not in content
+    shaped = ["--stride", "4", "--max-tokens-per-document", "16", "--level", "0.8", "--gpu", "mine=1e12,2e13"]
+    other = json.loads(warm.suture(*args, *shaped, "--no-fidelity", "--json", cwd=home).out)
+    assert (other["protocol"]["stride"], other["protocol"]["max_tokens_per_document"]) == (4, 16)
+    assert other["metrics"][0]["level"] == 0.8 and other["cost"]["roofline"][-1]["gpu"] == "mine"
+    wrong = warm.suture(*args, "--detokenize", "wikitext", cwd=home)
+    assert wrong.code == 1 and "belongs to the protocol lm-eval" in wrong.err
     wrong = warm.suture(*args, "--task", "no-equals-sign", cwd=home)
     assert wrong.code == 1 and "expected NAME=FILE" in wrong.err
     for name in ("scores", "many", "more"):
         shutil.rmtree(home / name)
+
+
+def test_power_says_what_a_difference_needs(finished):
+    """From a run's report, from a comparison's, and from assumptions alone (Miller's 969 items)."""
+    home, _ = finished
+    found = json.loads(warm.suture("power", "out", "--ratio", "1.001", "--json", cwd=home).out)["rows"]
+    content = json.loads((home / "out/report.json").read_text())
+    ratio = content["metrics"][0]
+    (row,) = found
+    exact = ratio["n_tokens"] * ((1.959964 + 0.841621) * ratio["se_log"] / math.log(1.001)) ** 2
+    assert row["needed"] == pytest.approx(exact, rel=1e-4) and row["measured"] == ratio["n_tokens"]
+    table = warm.suture("power", "out/report.json", "--ratio", "1.001", cwd=home)
+    assert table.code == 0 and f"{row['needed']:,}" in table.out
+    args = ["report", "model", "out", "model", "--data", "evaluation.jsonl", "--window", "16", "--output", "both"]
+    assert warm.suture(*args, cwd=home).code == 0
+    several = json.loads(warm.suture("power", "both", "--json", cwd=home).out)["rows"]
+    assert [row["candidate"] for row in several] == ["out", "model"]
+    assert several[1]["needed"] is None  # a model against itself has no spread
+    miller = warm.suture("power", "--points", "3", "--variance", str(1 / 9), cwd=home)
+    assert miller.code == 0 and miller.out.startswith("969 items show a difference of 3 points with 80 % power")
+    flips = json.loads(warm.suture("power", "--points", "3", "--flips", "0.1", "--json", cwd=home).out)
+    assert flips["items"] == 865
+    for wrong, why in (
+        ([], "give a report, or --flips"),
+        (["out", "--flips", "0.1"], "give a report, or --flips"),
+        (["model"], "no report.json or comparison.json"),
+        (["out/suture.json"], "not a report of suture's"),
+        (["nowhere"], "no report.json or comparison.json"),
+        (["--flips", "0.001"], "needs at least so many"),
+    ):
+        done = warm.suture("power", *wrong, cwd=home)
+        assert done.code == 1 and why in done.err and "Traceback" not in done.err
+    shutil.rmtree(home / "both")
 
 
 # -- check -------------------------------------------------------------------------------------------------------------

@@ -72,6 +72,11 @@ INSTANCES = {
         "--generation gsm8k=gsm8k.jsonl --output out/compared",
         "report builtin:tiny out/w4 --data held.jsonl --latency",
     ],
+    "suture power": [
+        "power out/small --ratio 1.005 --points 1",
+        "power out/w4 --ratio 1.005 --points 1",
+        "power --points 3 --flips 0.1",
+    ],
     "suture inspect": [
         "inspect builtin:tiny",
         "inspect builtin:tiny out/w4 --context 1024 --batch 2 --gpu A100 --gpu H100 --rank 4 --targets q_proj --json",

@@ -24,6 +24,8 @@ from suture.report.power import (
     detectable_ratio,
     items_needed,
     items_needed_from_flips,
+    needed,
+    power_of,
     tokens_needed,
 )
 from suture.report.proportions import clustered_se, pass_at_k, pass_at_k_over_items, split_variance, wilson
@@ -175,8 +177,8 @@ def test_power_gives_the_published_numbers():
     assert items_needed(0.03, variance=1 / 9, within_a=1 / 6, within_b=1 / 6, samples=10) > 969
     for n, flips in ((200, 0.1), (1000, 0.3)):
         assert detectable_difference(n, flips) == pytest.approx(2.80 * math.sqrt(flips / n), rel=1e-3)
-    needed = items_needed_from_flips(0.02, 0.1)
-    assert needed == math.ceil(2.8015852**2 * (0.1 - 0.0004) / 0.0004)
+    items = items_needed_from_flips(0.02, 0.1)
+    assert items == math.ceil(2.8015852**2 * (0.1 - 0.0004) / 0.0004)
     with pytest.raises(SutureError, match="at least so many"):
         items_needed_from_flips(0.2, 0.1)
 
@@ -203,6 +205,35 @@ def test_tokens_needed_scale_with_the_square_of_the_effect():
     assert detectable_ratio(one / math.sqrt(n / 512)) == pytest.approx(1.01, rel=1e-4)
     with pytest.raises(SutureError, match="other than 1"):
         tokens_needed(1.0, one, 512)
+
+
+def scored(se=0.01, ci=(0.99, 1.01), n=10_000, clusters=20):
+    ratio = {"name": "ppl_ratio", "level": 0.95, "se_log": se, "ci": ci, "n_tokens": n, "cluster": "document"}
+    return {"name": "text", "metrics": [ratio | {"n_clusters": clusters}], "sets": [], "tasks": [], "generation": []}
+
+
+def test_what_a_report_saw_says_how_much_a_difference_needs():
+    """As much as `tokens_needed` and the tasks' own power say; a hundredth of the effect needs ten thousand times as much."""
+    (row,) = needed(scored(), ratio=1.02)
+    assert row["needed"] == tokens_needed(1.02, 0.01, 10_000) and row["detectable"] == detectable_ratio(0.01)
+    assert row["documents"] == math.ceil(20 * row["needed"] / 10_000)
+    assert needed(scored(), ratio=1.02, power=0.9)[0]["needed"] > row["needed"]
+    assert needed(scored(), ratio=1.5)[0]["documents"] == 5  # fewer have no interval
+    for blind in (scored(se=None, ci=None), scored(se=0.0), scored(ci=None)):
+        assert needed(blind)[0]["needed"] is None and needed(blind)[0]["detectable"] is None
+    content = scored()
+    power = power_of(0.02, 400)
+    pair = {"name": "t", "metric": "acc", "n_items": 400, "level": 0.95, "paired": {"power": power}}
+    content["tasks"] = [pair, pair | {"paired": {"power": None}}]
+    _, one, blind = needed(content, points=1)
+    assert one["needed"] == power["items_for_one_point"] and one["detectable"] == pytest.approx(power["detectable"])
+    assert blind["needed"] is None
+    assert needed(content, points=0.01)[1]["needed"] == pytest.approx(1e4 * one["needed"], rel=1e-3)
+    higher = needed(content, power=0.9)[1]
+    assert higher["needed"] == pytest.approx(one["needed"] * (3.2415155 / 2.8015852) ** 2, rel=1e-3)
+    for wrong in ({"points": 0}, {"ratio": 1}, {"ratio": -1}, {"power": 1}):
+        with pytest.raises(SutureError):
+            needed(content, **wrong)
 
 
 # -- vectors computed once, with scipy and inspect_ai's formulas, before any of this was written ------------------------
