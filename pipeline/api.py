@@ -13,7 +13,16 @@ from ..checkpoint.errors import SutureError
 from ..checkpoint.manifest import MANIFEST, read_manifest, to_json
 from ..checkpoint.reader import Checkpoint, open_checkpoint
 from ..checkpoint.staging import write_whole
-from ..report.document import SCHEMA_VERSION, Report, adjusted_together, framed, make_report, write_report
+from ..report.document import (
+    SCHEMA_VERSION,
+    Report,
+    adjusted_together,
+    framed,
+    make_report,
+    rounded_weights,
+    write_report,
+)
+from ..report.layers import layers_section
 from ..report.page import render
 from ..report.score import KeptStates
 from .costs import cost_of
@@ -289,5 +298,21 @@ def _same_tokens(
 
 
 def _manifest(checkpoint: Checkpoint) -> dict[str, Any]:
-    """What suture wrote down when it made the checkpoint; empty when something else made it."""
-    return read_manifest(checkpoint.path) if (checkpoint.path / MANIFEST).is_file() else {}
+    """What suture wrote down when it made the checkpoint; empty when something else made it.
+
+    Raises SutureError for one whose records the report could not be made of, before anything is scored.
+    """
+    path = checkpoint.path / MANIFEST
+    if not path.is_file():
+        return {}
+    record = read_manifest(checkpoint.path)
+    try:
+        layers_section(record["modules"], record.get("receipts", []))
+        rounded_weights(record["modules"])
+        [one.get("calibration") for one in (*record["history"], record)]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError) as error:
+        raise SutureError(
+            f"{path}: damaged: its records of layers are not what a step writes ({error!r})",
+            "restore the file, or take it away: the report then goes without what it tells",
+        ) from None
+    return record

@@ -185,7 +185,8 @@ def _results(content: Mapping[str, Any]) -> list[str]:
             figure_text(metric(rows, *key)) for key in (("ppl", "base"), ("ppl", "candidate"), ("ppl_ratio", None))
         ]
         name = str(scored["name"] or scored["protocol"]["data"]).rsplit("/", 1)[-1]
-        lines.append(f"| {name} | {' | '.join(cells)} | {kl} | {scored['verdict']['word']} | {protocol_text(scored['protocol'])} |")
+        cells += [kl, scored["verdict"]["word"], protocol_text(scored["protocol"])]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
     lines += _tasks([*content["tasks"], *content["generation"]])
     level = metric(content["metrics"], "ppl_ratio")
     assert level is not None

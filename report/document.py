@@ -342,13 +342,18 @@ def _number(value: float | None) -> float | str | None:
     return "Infinity" if value > 0 else "-Infinity"
 
 
+def rounded_weights(modules: Mapping[str, Mapping[str, Any]]) -> dict[str, int]:
+    """Quantized module -> its number of weights."""
+    return {name: record["shape"][0] * record["shape"][1] for name, record in modules.items() if "bits" in record}
+
+
 def _sizes(
     base: Checkpoint, candidate: Checkpoint, modules: Mapping[str, Mapping[str, Any]], parameters: int | None
 ) -> dict[str, Any]:
-    modules = {name: record for name, record in modules.items() if "bits" in record}
-    weights = sum(record["shape"][0] * record["shape"][1] for record in modules.values())
+    rounded = rounded_weights(modules)
+    weights = sum(rounded.values())
     # what a quantized module occupies on disk: name.weight_packed, name.weight_scale, ...
-    stored = sum(info.nbytes for name, info in candidate.tensors.items() if name.rpartition(".")[0] in modules)
+    stored = sum(info.nbytes for name, info in candidate.tensors.items() if name.rpartition(".")[0] in rounded)
     if parameters is None:
         parameters = sum(info.numel for info in base.tensors.values())
     return {

@@ -43,6 +43,8 @@ def interval_text(value: Figure, ci: Sequence[Figure] | None, *, percent: bool =
     decimals = 1 - math.floor(math.log10(half))
     if decimals > 6 and abs(number * scale) < 1e-2:
         return f"{number * scale:.2e}{unit} [{low * scale:.2e}, {high * scale:.2e}]"
+    if decimals > 9:  # too narrow to be read off two ends
+        return f"{number_text(number * scale)}{unit} ± {half:.1e}"
     decimals = min(max(decimals, 0), 8)
     return f"{number * scale:.{decimals}f}{unit} [{low * scale:.{decimals}f}, {high * scale:.{decimals}f}]"
 

@@ -300,6 +300,7 @@ def test_the_front_holds_what_nothing_beats():
         (8.37e-6, [6.06e-6, 1.07e-5], "8.37e-06 [6.06e-06, 1.07e-05]"),
         ("Infinity", None, "∞"),
         (134.56, [79.8, 226.9], "135 [80, 227]"),
+        (1.0, [1 - 3e-12, 1 + 4e-12], "1 ± 3.5e-12"),
     ],
 )
 def test_decimals_follow_the_interval(value, ci, text):

@@ -4,6 +4,7 @@ import copy
 import json
 import math
 import re
+import shutil
 from pathlib import Path
 
 import jsonschema
@@ -558,6 +559,30 @@ def test_a_text_that_an_earlier_step_was_calibrated_on_still_leaks(tmp_path):
     for candidate in ("q", "d"):
         report = suture.compare(TINY, tmp_path / candidate, few, window=64, max_tokens_per_document=64, fidelity=False)
         assert any("calibrated on this very text" in warning for warning in report.content["warnings"]), candidate
+
+
+@pytest.mark.parametrize(
+    ("key", "change"),
+    [
+        ("shape", lambda record: record.pop("shape")),
+        ("shape", lambda record: record.update(shape=[3])),
+        ("tokens", lambda record: record.update(tokens="many")),
+        ("module", lambda record: record.clear() or record.update(bits=4)),
+    ],
+)
+def test_a_damaged_account_is_refused_before_anything_is_scored(runs, tmp_path, key, change, monkeypatch):
+    damaged = tmp_path / key
+    shutil.copytree(runs["gptq"].output, damaged)
+    manifest = json.loads((damaged / "suture.json").read_text())
+    change(next(iter(manifest["modules"].values())))
+    (damaged / "suture.json").write_text(json.dumps(manifest))
+    monkeypatch.setattr("suture.pipeline.api.score_set", lambda *_, **__: pytest.fail("scored"))
+    with pytest.raises(SutureError, match=r"suture.json: damaged: its records of layers"):
+        suture.compare(TINY, damaged, "builtin:holmes", window=32, max_windows=6)
+    (damaged / "suture.json").unlink()
+    monkeypatch.undo()
+    without = suture.compare(TINY, damaged, "builtin:holmes", window=32, max_windows=6, fidelity=False)
+    assert without.content["layers"]["by_method"] == {}
 
 
 def test_items_that_the_calibration_text_holds_are_counted(tmp_path):
