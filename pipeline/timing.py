@@ -39,7 +39,7 @@ def _timed(base: Path, candidate: Path, device: torch.device, prompt: int, new: 
     ids = torch.randint(0, vocabulary, (1, prompt), generator=torch.Generator().manual_seed(0)).to(device)
     rows = []
     for name, work, tokens in (("prefill", _prefill, prompt), ("decode", decoding, new)):
-        timed = [_timer(work, model, ids, new, device) for model in models.values()]
+        timed = [timer(work, model, ids, new, device) for model in models.values()]
         rows.append(_row(name, measure(*timed, blocks=blocks), tokens))
     return {
         "schema_version": SCHEMA_VERSION,
@@ -72,9 +72,10 @@ def decoding(model: Any, ids: torch.Tensor, new: int) -> Callable[[], None]:
     return run
 
 
-def _timer(
+def timer(
     work: Callable[..., Callable[[], None]], model: Any, ids: torch.Tensor, new: int, device: torch.device
 ) -> Any:
+    """`work` of one model, timed: a call gives its seconds."""
     run = work(model, ids, new)
 
     def timed() -> float:

@@ -91,6 +91,55 @@ def test_the_interval_of_the_difference_is_the_jackknife_of_the_difference():
     assert (same.delta_ppl_low, same.delta_ppl_high) == (0, 0)
 
 
+# Mean and "±" of llama.cpp's --kl-divergence, as its users published them: PPL(Q), PPL(base), the correlation of their
+# logarithms in percent, ln of the ratio, the ratio, the difference.
+LLAMA_CPP = [
+    (15.919427, 0.295934, 13.505476, 0.255762, 87.69, 0.164445, 0.009317, 1.178739, 0.010983, 2.413951, 0.142312),
+    (10.910139, 0.080259, 10.517647, 0.077374, 99.20, 0.036638, 0.000930, 1.037318, 0.000965, 0.392492, 0.010372),
+    (6.227711, 0.037833, 6.225194, 0.037771, 99.990, 0.000404, 0.000086, 1.000404, 0.000086, 0.002517, 0.000536),
+]  # pull requests 19661 and 12557 of ggml-org/llama.cpp, and its tools/perplexity/README.md (BF16 against F16)
+
+
+def llama_cpp_pair(q, u_q, base, u_base, correlation):
+    """(ln ratio, its ±, ratio, ±, difference, ±) from both perplexities and the correlation of their logarithms."""
+    relative = u_q / q, u_base / base
+    covariance = correlation * relative[0] * relative[1]
+    u_log = math.sqrt(relative[0] ** 2 + relative[1] ** 2 - 2 * covariance)
+    u_delta = math.sqrt(u_q**2 + u_base**2 - 2 * q * base * covariance)
+    return math.log(q / base), u_log, q / base, u_log * q / base, q - base, u_delta
+
+
+@pytest.mark.parametrize("row", LLAMA_CPP)
+def test_llama_cpps_formulas_give_its_published_figures(row):
+    """Within what the digits of the correlation leave open."""
+    q, u_q, base, u_base, percent, *published = row
+    half = 0.0005 if percent == 99.990 else 0.005
+    ends = [llama_cpp_pair(q, u_q, base, u_base, (percent + by) / 100) for by in (half, -half)]
+    for found, low, high in zip(published, *map(list, ends), strict=True):
+        assert min(low, high) - 2e-6 <= found <= max(low, high) + 2e-6
+
+
+def test_token_errors_are_llama_cpps_formulas():
+    """What stands behind those figures, from token losses: where each token is its own cluster, ours are the same."""
+    x = np.concatenate(random_documents(21, n=30))
+    y = np.concatenate(shifted([x], 22, shift=0.04))
+    n = x.size
+    mean = np.mean
+    u = [math.sqrt((mean(z * z) - mean(z) ** 2) / (n - 1)) for z in (y, x)]
+    covariance = (mean(x * y) - mean(x) * mean(y)) / (n - 1)
+    ppl = [math.exp(mean(z)) for z in (y, x)]
+    theirs = llama_cpp_pair(ppl[0], ppl[0] * u[0], ppl[1], ppl[1] * u[1], covariance / (u[0] * u[1]))
+    documents = np.array_split(np.arange(n), 7)
+    ours = paired([x[at] for at in documents], [y[at] for at in documents])
+    assert (ours.log.mean, ours.log.se_token) == close(theirs[:2], 1e-9)
+    assert (ours.ratio, ours.ratio * ours.log.se_token) == close(theirs[2:4], 1e-9)
+    assert (ours.base.log.se_token, ours.new.log.se_token) == close((u[1], u[0]), 1e-9)
+    assert ours.correlation == close(covariance / (u[0] * u[1]), 1e-9)
+    alone = paired(x[:, None], y[:, None])  # each token a cluster
+    assert (alone.delta_ppl, alone.delta_ppl_se) == close(theirs[4:], 1e-9)
+    assert alone.log.se_cr1 == close(theirs[1], 1e-9)
+
+
 def test_vector_b_prime_equal_clusters():
     documents = [np.full(5, s / 5) for s in (10, 12, 9, 11, 13)]
     m = cluster_mean(documents)
