@@ -32,6 +32,7 @@ from .walk import CALIBRATION, BlockStreams, Made, round_blocks, states_file, te
 
 REFERENCE = "reference"  # the calibration text through the original model
 INPUTS = "inputs"  # a block's inputs while it is trained
+ORIGINAL_INPUTS = "original-inputs"  # and what the original model puts in
 
 
 @dataclass(frozen=True)
@@ -265,7 +266,9 @@ def _streams(settings: RTNSettings) -> tuple[str, ...]:
 
 
 def _scratch(settings: RTNSettings) -> tuple[str, ...]:
-    return (INPUTS,) if isinstance(settings, LearnSettings) else ()
+    if not isinstance(settings, LearnSettings):
+        return ()
+    return (INPUTS, ORIGINAL_INPUTS) if settings.mix > 0 else (INPUTS,)
 
 
 def _forwards(settings: RTNSettings) -> float:
@@ -338,13 +341,16 @@ def _quantize_block(
     training = settings if isinstance(settings, LearnSettings) and mine else None
     if training is not None:
         streams[INPUTS].buffer.copy_(stream.buffer)
+        if training.mix > 0:
+            streams[ORIGINAL_INPUTS].buffer.copy_(streams[REFERENCE].buffer)
     beside = reference if _two_streams(settings) else None
     layers = gptq_block(skeleton, index, stream, mine, settings, storage, paused, plan.schemes, beside, crew)
     if beside is None:
         run_block(original, index, streams[REFERENCE])
     if training is not None:
         inputs, targets = streams[INPUTS], streams[REFERENCE]
-        layers = learned_block(skeleton, index, layers, original, inputs, targets, training)
+        mixed_in = streams[ORIGINAL_INPUTS] if training.mix > 0 else None
+        layers = learned_block(skeleton, index, layers, original, inputs, targets, training, mixed_in)
         for batch in range(len(inputs.hidden)):
             stream.replace(batch, inputs.through(skeleton, index, batch))
     original.free_block(index)

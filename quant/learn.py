@@ -70,9 +70,10 @@ def learn(
     inputs: Sequence[Any],
     targets: Sequence[Tensor],
     options: LearnOptions,
+    noisy: Callable[[int], Any] | None = None,
 ) -> Learned:
     """Train the layers of `starts` on windows inputs -> targets; targets are [B, T, hidden] float32, and of the inputs
-    `forward` alone knows what they are.
+    `forward` alone knows what they are. `noisy`: (window) -> its input in a step of training, where that is another.
 
     Deterministic under `options.seed` and a number of threads. Raises SutureError when holding windows out leaves none.
     """
@@ -80,7 +81,8 @@ def learn(
 
     def loss(window: int) -> Tensor:
         weights = {name: layer.weight() for name, layer in layers.items()}
-        return relative_error(forward(weights, inputs[window]), targets[window])
+        given = noisy(window) if noisy is not None and torch.is_grad_enabled() else inputs[window]  # held out: as they are
+        return relative_error(forward(weights, given), targets[window])
 
     fitted = fit_windows(
         loss,

@@ -113,8 +113,15 @@ class LearnSettings(GPTQSettings):
     lean: float = Field(
         0.5, ge=0, lt=1, description="how far weights start from GPTQ's codes towards the original ones"
     )
+    mix: float = Field(
+        0.5,
+        ge=0,
+        lt=1,
+        description="share of a block's inputs that in training are the original model's instead of the quantized blocks', "
+        "drawn anew for each step: less is learnt by heart from little text",
+    )
     held_out: float = Field(0.125, gt=0, lt=1, description="share of the calibration sequences that choose the epoch")
-    seed: int = Field(0, ge=0, description="order of the sequences")
+    seed: int = Field(0, ge=0, description="order of the sequences, and the draws of mix")
 
 
 class AllocateSettings(GPTQSettings):

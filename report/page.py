@@ -68,6 +68,10 @@ def protocol_text(protocol: Mapping[str, Any]) -> str:
     parts.append(f"BOS {protocol['add_bos'].replace('_', ' ')}")
     if "detokenize" in protocol:
         parts.append(f"detokenized ({protocol['detokenize']})")
+    if protocol["max_tokens_per_document"] is not None:
+        parts.append(f"the first {protocol['max_tokens_per_document']:,} tokens of a document")
+    if protocol["max_windows"] is not None:
+        parts.append(f"at most {protocol['max_windows']:,} windows")
     return ", ".join([*parts, f"{protocol['n_scored']:,} tokens", protocol["dtype"]])
 
 
@@ -112,7 +116,7 @@ def _candidate(content: Content, name: str, latency: Content | None, number: int
 
 def _verdict(content: Content, ratio: Mapping[str, Any]) -> dict[str, str]:
     found = content["verdict"]
-    clusters = f"{ratio['n_clusters']} {ratio['cluster']}s"
+    clusters = _counted(ratio)
     effective = f" ({number_text(ratio['n_clusters_eff'], 3)} effective)"
     more = ""
     if "tokens_for_margin" in found:
@@ -129,6 +133,10 @@ def _verdict(content: Content, ratio: Mapping[str, Any]) -> dict[str, str]:
         "why": f"Margin ± {_percent(found['margin'])}: {found['why']}.{more}",
         "protocol": protocol_text(content["protocol"]),
     }
+
+
+def _counted(row: Mapping[str, Any]) -> str:
+    return f"{row['n_clusters']} {row['cluster']}{'s' if row['n_clusters'] != 1 else ''}"
 
 
 def _tiles(content: Content, ratio: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
@@ -187,7 +195,7 @@ def _set(scored: Content) -> dict[str, Any]:
         "kind": scored["verdict"]["word"],
         "protocol": protocol_text(scored["protocol"]),
         "identity": scored["protocol"],
-        "clusters": f"{ratio['n_clusters']} {ratio['cluster']}s, {number_text(ratio['n_clusters_eff'], 3)} effective",
+        "clusters": f"{_counted(ratio)}, {number_text(ratio['n_clusters_eff'], 3)} effective",
         "absolute": absolute,
         "paired": paired,
         "fidelity": None if fidelity is None else _fidelity(fidelity, floor),
