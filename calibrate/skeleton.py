@@ -25,10 +25,11 @@ from torch.func import functional_call
 from ..checkpoint.errors import SutureError
 from ..checkpoint.families import Family, family_of
 from ..checkpoint.layout import ModelLayout, Place, resolve_layout, text_config
-from ..checkpoint.source import ReadsAhead, TensorSource
+from ..checkpoint.source import ReadsAhead, Settled, TensorSource
 from .experts import UnfusedExperts
 from .memory import trim_memory
 from .product import ProductAsRead
+from .upload import CudaMover, Upload
 
 
 @dataclass(frozen=True)
@@ -94,6 +95,7 @@ class Skeleton:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     _arguments: dict[tuple[Any, ...], list[BlockArguments]] = field(default_factory=dict)
     _needed: dict[str, Place] = field(default_factory=dict)  # weights that are read when they multiply
+    upload: Upload | None = None  # brings the next block to the device while this one computes
 
     @property
     def family(self) -> Family:
@@ -115,11 +117,15 @@ class Skeleton:
     def load_block(self, index: int) -> nn.Module:
         """Read block `index` from the source. Raises SutureError naming a tensor that holds NaN or inf.
 
-        The system is told that the next block will be read: it does so while this one computes.
+        The system is told that the next block will be read: it does so while this one computes. To a GPU it is brought
+        meanwhile.
         """
         self._fill(self.layout.block_tensors(index))
         if isinstance(self.source, ReadsAhead) and index + 1 < self.n_blocks:
-            self.source.expect(place.tensor for place in self.layout.block_tensors(index + 1).values())
+            following = self.layout.block_tensors(index + 1)
+            self.source.expect(place.tensor for place in following.values())
+            if self.upload is not None:
+                self.upload.expect(place.tensor for name, place in following.items() if name not in self._needed)
         return self.block(index)
 
     def free_block(self, index: int) -> None:
@@ -202,7 +208,8 @@ class Skeleton:
                 continue
             by_tensor.setdefault(place.tensor, []).append((name, place))
         for tensor_name, users in by_tensor.items():
-            tensor = self.source.read(tensor_name)
+            tensor = self.upload.take(tensor_name) if self.upload is not None else None
+            tensor = self.source.read(tensor_name) if tensor is None else tensor
             for name, place in users:
                 self._put(name, finite(cut(tensor, place), tensor_name, self.source.source))
 
@@ -385,7 +392,10 @@ def open_skeleton(
     family, hf_config = _described(source)
     model = meta_model(hf_config, family, torch.device(device))
     layout = _matched(source, family, hf_config, _shapes_of(model, family))
-    return Skeleton(source, model, layout, hf_config, dtype, torch.device(device))
+    upload = None
+    if torch.device(device).type == "cuda" and isinstance(source, Settled) and source.settled:
+        upload = Upload(source.read, CudaMover(torch.device(device)))
+    return Skeleton(source, model, layout, hf_config, dtype, torch.device(device), upload=upload)
 
 
 def open_layout(source: TensorSource) -> ModelLayout:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from .disk import read_soon
 from .errors import SutureError, did_you_mean
@@ -65,6 +65,7 @@ class Checkpoint:
     notes: tuple[str, ...]  # what was ignored or odd on opening, for the user
     revision: str | None = None  # commit, for a Hub id
     bin_tensors: Mapping[str, Tensor] = field(default_factory=dict)  # memory-mapped, when the weights are .bin files
+    settled: ClassVar[bool] = True  # nothing writes to it
 
     def __repr__(self) -> str:
         return (

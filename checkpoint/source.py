@@ -63,6 +63,13 @@ class ReadsAhead(Protocol):
         ...
 
 
+@runtime_checkable
+class Settled(ReadsAhead, Protocol):
+    """A source whose tensors never change, so that they may be read before they are asked for."""
+
+    settled: bool  # True
+
+
 def side_file(source: TensorSource, name: str) -> bytes | None:
     """A file that travels with the source's tensors; None when there is none, or the source knows of none."""
     return source.side(name) if isinstance(source, SideFiles) else None

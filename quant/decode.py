@@ -16,7 +16,7 @@ from ..calibrate.skeleton import Skeleton, open_skeleton
 from ..checkpoint.errors import SutureError
 from ..checkpoint.families import FAMILIES
 from ..checkpoint.reader import Checkpoint
-from ..checkpoint.source import PlannedSource, ReadsAhead, TensorSource
+from ..checkpoint.source import PlannedSource, ReadsAhead, Settled, TensorSource
 from .bitsandbytes import RowWise, blockwise_from, state_of
 from .compressed_tensors import from_tensors, group_of, parse_config, stored_transposed
 from .int_quantized import FORMAT as INT_QUANTIZED
@@ -50,6 +50,10 @@ class DenseView:
 
     checkpoint: TensorSource
     packed: Mapping[str, Packed]  # by the dense tensor's name
+
+    @property
+    def settled(self) -> bool:
+        return isinstance(self.checkpoint, Settled) and self.checkpoint.settled
 
     @property
     def source(self) -> str:

@@ -81,7 +81,9 @@ def learn(
 
     def loss(window: int) -> Tensor:
         weights = {name: layer.weight() for name, layer in layers.items()}
-        given = noisy(window) if noisy is not None and torch.is_grad_enabled() else inputs[window]  # held out: as they are
+        given = (
+            noisy(window) if noisy is not None and torch.is_grad_enabled() else inputs[window]
+        )  # held out: as they are
         return relative_error(forward(weights, given), targets[window])
 
     fitted = fit_windows(
