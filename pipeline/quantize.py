@@ -32,7 +32,6 @@ from .walk import CALIBRATION, BlockStreams, Made, round_blocks, states_file, te
 
 REFERENCE = "reference"  # the calibration text through the original model
 INPUTS = "inputs"  # a block's inputs while it is trained
-ORIGINAL_INPUTS = "original-inputs"  # and what the original model puts in
 
 
 @dataclass(frozen=True)
@@ -266,14 +265,12 @@ def _streams(settings: RTNSettings) -> tuple[str, ...]:
 
 
 def _scratch(settings: RTNSettings) -> tuple[str, ...]:
-    if not isinstance(settings, LearnSettings):
-        return ()
-    return (INPUTS, ORIGINAL_INPUTS) if settings.mix > 0 else (INPUTS,)
+    return (INPUTS,) if isinstance(settings, LearnSettings) else ()
 
 
 def _forwards(settings: RTNSettings) -> float:
     if isinstance(settings, LearnSettings):
-        return 3 + 3 * settings.epochs
+        return 3 + 3 * settings.passes
     return 2 if _two_models(settings) else 1
 
 
@@ -341,16 +338,13 @@ def _quantize_block(
     training = settings if isinstance(settings, LearnSettings) and mine else None
     if training is not None:
         streams[INPUTS].buffer.copy_(stream.buffer)
-        if training.mix > 0:
-            streams[ORIGINAL_INPUTS].buffer.copy_(streams[REFERENCE].buffer)
     beside = reference if _two_streams(settings) else None
     layers = gptq_block(skeleton, index, stream, mine, settings, storage, paused, plan.schemes, beside, crew)
     if beside is None:
         run_block(original, index, streams[REFERENCE])
     if training is not None:
         inputs, targets = streams[INPUTS], streams[REFERENCE]
-        mixed_in = streams[ORIGINAL_INPUTS] if training.mix > 0 else None
-        layers = learned_block(skeleton, index, layers, original, inputs, targets, training, mixed_in)
+        layers = learned_block(skeleton, index, layers, original, inputs, targets, training)
         for batch in range(len(inputs.hidden)):
             stream.replace(batch, inputs.through(skeleton, index, batch))
     original.free_block(index)

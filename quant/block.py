@@ -343,13 +343,11 @@ def learned_block(
     inputs: Stream,
     targets: Stream,
     settings: LearnSettings,
-    mixed_in: Stream | None = None,
 ) -> list[QuantizedLayer]:
     """Train the rounding of a block that GPTQ has been through; its modules then hold the trained weights.
 
     `original`: the model with the block's original weights loaded. `inputs`: the calibration text before the block, from
-    the quantized blocks before it; `mixed_in`: the same from the original ones, of which `settings.mix` of the numbers
-    come in training; `targets`: the original block's outputs. Every sequence is a step.
+    the quantized blocks before it; `targets`: the original block's outputs. Every sequence is a step.
     """
     prefix = skeleton.layout.block_prefix(index)
     by_name = {layer.linear.name: layer.linear for layer in layers}
@@ -363,11 +361,9 @@ def learned_block(
 
     starts = {layer.linear.name: Start(weight_of(original, layer.linear), layer.quantized) for layer in layers}
     options = LearnOptions(
-        settings.epochs, settings.rate, settings.scale_rate, settings.lean, settings.held_out, settings.seed + index
+        settings.passes, settings.rate, settings.scale_rate, settings.lean, settings.held_out, settings.seed + index
     )
-    windows = inputs.windows()
-    noisy = _mixing(windows, mixed_in.windows(), settings.mix, options.seed) if mixed_in is not None else None
-    learned = learn(forward, starts, windows, [hidden for hidden, _ in targets.windows()], options, noisy)
+    learned = learn(forward, starts, inputs.windows(), [hidden for hidden, _ in targets.windows()], options)
     trained = []
     for layer in layers:
         quantized = learned.quantized[layer.linear.name]
@@ -381,19 +377,6 @@ def learned_block(
         )
         trained.append(_finish(skeleton, layer.linear, quantized, dense, record))
     return trained
-
-
-def _mixing(windows: Sequence[Window], originals: Sequence[Window], share: float, seed: int) -> Callable[[int], Window]:
-    """A window's hidden states with a share of their numbers from the original model (QDrop, arXiv 2203.05740), each time
-    others."""
-    generator = torch.Generator().manual_seed(seed)
-
-    def mixed(number: int) -> Window:
-        hidden, positions = windows[number]
-        drawn = (torch.rand(hidden.shape, generator=generator) < share).to(hidden.device)
-        return torch.where(drawn, originals[number][0], hidden), positions
-
-    return mixed
 
 
 def _gptq_record(result: GPTQResult, weight_error: float, error: float | None, tokens: int) -> ModuleRecord:

@@ -70,10 +70,9 @@ def learn(
     inputs: Sequence[Any],
     targets: Sequence[Tensor],
     options: LearnOptions,
-    noisy: Callable[[int], Any] | None = None,
 ) -> Learned:
     """Train the layers of `starts` on windows inputs -> targets; targets are [B, T, hidden] float32, and of the inputs
-    `forward` alone knows what they are. `noisy`: (window) -> its input in a step of training, where that is another.
+    `forward` alone knows what they are.
 
     Deterministic under `options.seed` and a number of threads. Raises SutureError when holding windows out leaves none.
     """
@@ -81,10 +80,7 @@ def learn(
 
     def loss(window: int) -> Tensor:
         weights = {name: layer.weight() for name, layer in layers.items()}
-        given = (
-            noisy(window) if noisy is not None and torch.is_grad_enabled() else inputs[window]
-        )  # held out: as they are
-        return relative_error(forward(weights, given), targets[window])
+        return relative_error(forward(weights, inputs[window]), targets[window])
 
     fitted = fit_windows(
         loss,

@@ -14,11 +14,11 @@ from suture.checkpoint.errors import SutureError
 from suture.checkpoint.reader import open_checkpoint
 from suture.pipeline.plan import make_plan
 from suture.pipeline.recipe import make_recipe
-from suture.quant.block import _mixing
 from suture.quant.decode import dense_view
 from suture.quant.gptq import GPTQOptions, gptq
 from suture.quant.learn import LearnOptions, Start, learn, relative_error
 from suture.quant.scheme import Scheme
+from suture.quant.settings import LearnSettings
 
 GROUP = 8
 
@@ -104,31 +104,9 @@ def test_c1_one_sequence_is_refused():
         learn(forward, starts, xs[:1], ys[:1], LearnOptions())
 
 
-def test_noise_is_for_training_alone():
-    """Inputs that are all wrong in training make it worthless, and leave what the held-out windows say of the start."""
-    forward, starts, xs, ys = two_layers(Scheme(2, 8))
-    asked = []
-
-    def wrong(window):
-        asked.append(window)
-        return -xs[window]
-
-    clean = learn(forward, starts, xs, ys, LearnOptions(epochs=2))
-    noisy = learn(forward, starts, xs, ys, LearnOptions(epochs=2), wrong)
-    assert sorted(asked) == sorted(2 * [*range(14)])  # never 14 and 15, which are held out
-    assert noisy.before == clean.before and noisy.after > clean.after
-
-
-def test_mixed_windows_hold_that_share_of_the_original_and_draw_anew():
-    generator = torch.Generator().manual_seed(0)
-    draw = lambda: [(torch.randn(1, 500, 40, generator=generator), None) for _ in range(3)]  # noqa: E731
-    windows, originals = draw(), draw()
-    one, two = (_mixing(windows, originals, 0.3, 5) for _ in range(2))
-    first, second = one(1)[0], one(1)[0]
-    assert torch.equal(first, two(1)[0]) and not torch.equal(first, second)
-    taken = first == originals[1][0]
-    assert torch.equal(first[~taken], windows[1][0][~taken])
-    assert float(taken.float().mean()) == pytest.approx(0.3, abs=0.015)
+def test_two_bits_get_twice_the_epochs_unless_told():
+    passes = {bits: LearnSettings(bits=bits).passes for bits in (2, 3, 4)}
+    assert passes == {2: 8, 3: 4, 4: 4} and LearnSettings(bits=2, epochs=3).passes == 3
 
 
 # ---- the step
@@ -173,7 +151,7 @@ def test_the_recorded_block_errors_are_those_of_the_written_model(shelf, ids, tm
         assert float(relative_error(trained, original)) == pytest.approx(after, rel=1e-4)
 
 
-@pytest.mark.parametrize("settings", [{"epochs": 1}, {"epochs": 1, "mix": 0}, {"asymmetric": "qronos"}])
+@pytest.mark.parametrize("settings", [{"epochs": 1}, {"asymmetric": "qronos"}])
 def test_j1_a_run_killed_between_blocks_resumes_to_the_same_bytes(shelf, ids, tmp_path, settings):
     method = "learn" if "epochs" in settings else "gptq"
     recipe = {

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 import suture
 from suture.checkpoint.errors import SutureError
 from suture.cli import main as cli
+from suture.cli import measure
 from suture.pipeline import api
 from suture.pipeline.plan import make_plan
 from suture.pipeline.recipe import CalibrationSettings, Recipe, ReportSettings, load_recipe, make_recipe
@@ -465,7 +466,7 @@ def test_command_line_defaults_are_the_recipes_defaults(tmp_path, recipes_of):
 
 def test_the_command_lines_protocols_are_those_of_recipes():
     protocol = ReportSettings.model_fields["protocol"].annotation
-    assert {str(name) for name in cli.Protocol} == set(protocol.__args__)
+    assert {str(name) for name in measure.Protocol} == set(protocol.__args__)
 
 
 def test_keywords_are_checked_like_a_file():
