@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ..calibrate.skeleton import hf_text_config, meta_model
 from ..checkpoint.families import family_of
 from ..checkpoint.layout import text_config
+from .stock import cache_of
 from .verify import shortened
 
 _SHORT, _LONG = 3, 7  # tokens; the difference leaves out what does not grow with them
@@ -60,6 +61,6 @@ def measure_cache(config: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
 
 def _filled(model: nn.Module, tokens: int) -> tuple[int, str]:
     """Bytes in the cache after a forward over `tokens` tokens, and the cache's class."""
-    cache = model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=True).past_key_values
+    cache = cache_of(model(torch.zeros(1, tokens, dtype=torch.int64), use_cache=True))
     kept = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, Tensor)]
     return sum(tensor.nbytes for tensor in kept), type(cache).__name__

@@ -16,7 +16,7 @@ import torch
 
 from ..report.document import SCHEMA_VERSION
 from ..report.latency import LatencyRatio, measure, summary
-from .stock import load_stock
+from .stock import cache_of, go_on, load_stock
 
 PROMPT, NEW_TOKENS = 128, 16  # tokens
 
@@ -61,12 +61,12 @@ def _prefill(model: Any, ids: torch.Tensor, new: int) -> Callable[[], None]:
 def decoding(model: Any, ids: torch.Tensor, new: int) -> Callable[[], None]:
     """`new` steps after a prefill that is not timed; the cache is cut back before each run."""
     first = model(ids, use_cache=True, logits_to_keep=1)
-    cache, start = first.past_key_values, first.logits[:, -1:].argmax(dim=2)
+    cache, start = cache_of(first), first.logits[:, -1:].argmax(dim=2)
 
     def run() -> None:
         token = start
         for _ in range(new):
-            token = model(token, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(dim=2)
+            token = go_on(model, token, cache).logits[:, -1:].argmax(dim=2)
         cache.crop(-new)
 
     return run

@@ -1,6 +1,8 @@
 """Bytes of KV cache per token, read off a live cache, against what each attention must hold."""
 
 import json
+import logging
+import warnings
 from dataclasses import asdict
 
 import kit
@@ -10,6 +12,7 @@ import transformers
 from kit import NAMES, make
 
 from suture.pipeline.cache import measure_cache
+from suture.pipeline.stock import cache_of, go_on
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -35,6 +38,25 @@ def test_the_measured_cache_is_what_the_attention_must_hold(tmp_path, name):
 def test_the_small_model_caches_as_much_as_the_real_one(tmp_path):
     directory = make("L1", tmp_path)
     model = transformers.AutoModelForCausalLM.from_pretrained(directory, dtype="auto")
-    cache = model(kit.some_ids(1, 10), use_cache=True).past_key_values
+    cache = cache_of(model(kit.some_ids(1, 10), use_cache=True))
     nbytes = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     assert nbytes == 10 * measure_cache(json.loads((directory / "config.json").read_text())).bytes_per_token
+
+
+def test_reading_the_cache_asks_for_no_name_that_transformers_takes_away(shelf, caplog):
+    """Its warnings about old names would end up in every report's terminal."""
+    logger = logging.getLogger("transformers")
+    before, logger.propagate = logger.propagate, True
+    try:
+        with caplog.at_level(logging.WARNING, "transformers"), warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model = kit.stock(shelf("L1"))
+            output = model(kit.some_ids(1, 4), use_cache=True)
+            cache = cache_of(output)
+            again = go_on(model, kit.some_ids(1, 1), cache)
+            measure_cache(json.loads((shelf("L1") / "config.json").read_text()))
+    finally:
+        logger.propagate = before
+    assert cache.get_seq_length() == 5 and again.logits.shape[1] == 1
+    told = [record.getMessage() for record in caplog.records] + [str(warning.message) for warning in caught]
+    assert not [text for text in told if "deprecated" in text and "cache" in text]

@@ -12,6 +12,7 @@ import warm
 from kit import LENGTH, edit, ids_file, make, read, run, some_ids
 
 from suture.checkpoint.errors import SutureError
+from suture.pipeline.stock import cache_of, go_on
 from suture.surgery.gqa import GQASettings, regroup
 from suture.surgery.grouping import contiguous, group_by_cost
 from suture.surgery.heads import Attention, rotary_pairs
@@ -268,8 +269,8 @@ def test_a_planted_mergeable_model_converts_exactly_at_positions_above_100(merge
     with torch.no_grad():
         wanted, found = before(tokens).logits, after(tokens).logits
         assert float((wanted - found).abs().max()) < 1e-4 * float(wanted.abs().max())
-        cache = after(tokens[:, :100], use_cache=True).past_key_values  # decoding equals the full forward
-        steps = [after(tokens[:, t : t + 1], past_key_values=cache).logits for t in range(100, 126)]
+        cache = cache_of(after(tokens[:, :100], use_cache=True))  # decoding equals the full forward
+        steps = [go_on(after, tokens[:, t : t + 1], cache).logits for t in range(100, 126)]
     torch.testing.assert_close(torch.cat(steps, 1), found[:, 100:], rtol=0, atol=1e-4 * float(found.abs().max()))
     assert cache.layers[0].keys.shape == (1, 4, 126, 8)
 

@@ -15,6 +15,7 @@ from suture.checkpoint.errors import SutureError
 from suture.pipeline import mla as shell
 from suture.pipeline.plan import describe, make_plan
 from suture.pipeline.recipe import make_recipe
+from suture.pipeline.stock import cache_of, go_on
 from suture.surgery.eps_pin import EPS, pin
 from suture.surgery.latent import joint_latent
 from suture.surgery.mla import Heads, MLASettings, folds_of
@@ -225,9 +226,9 @@ def test_decoding_with_the_cache_is_the_full_forward_and_the_cache_is_latent(con
     ids = kit.some_ids(1, LONG)
     full = logits(model, ids)
     first = model(ids[:, :100], use_cache=True)
-    cache, steps = first.past_key_values, [first.logits]
+    cache, steps = cache_of(first), [first.logits]
     for t in range(100, LONG):
-        steps.append(model(ids[:, t : t + 1], past_key_values=cache, use_cache=True).logits)
+        steps.append(go_on(model, ids[:, t : t + 1], cache).logits)
     assert close(torch.cat(steps, 1), full, 2e-5)
     assert {tuple(x.shape) for layer in cache.layers for x in (layer.keys, layer.values)} == {
         (1, 1, LONG, 16),
