@@ -109,7 +109,9 @@ def power(
         Path | None,
         typer.Argument(help="report.json, or a directory with one: what these two models' scores varied by"),
     ] = None,
-    ratio: Annotated[float, typer.Option(help="of perplexities, that is to be shown")] = 1.01,
+    ratio: Annotated[
+        float | None, typer.Option(help="with a report: of perplexities, that is to be shown [1.01]")
+    ] = None,
     points: Annotated[float, typer.Option(help="of accuracy, in percent, that are to be shown")] = 1.0,
     probability: Annotated[float, typer.Option("--power", help="with which it is to be shown")] = 0.8,
     flips: Annotated[
@@ -118,9 +120,13 @@ def power(
     variance: Annotated[
         float | None, typer.Option(help="without a report: variance of the items' differences of expected scores")
     ] = None,
-    within: Annotated[float, typer.Option(help="with --variance: mean variance of one answer given its item")] = 0.0,
-    samples: Annotated[int, typer.Option(help="with --variance: answers per item", min=1)] = 1,
-    level: Annotated[float, typer.Option(help="without a report: confidence level of the test")] = 0.95,
+    within: Annotated[
+        float | None, typer.Option(help="with --variance: mean variance of one answer given its item [0]")
+    ] = None,
+    samples: Annotated[int | None, typer.Option(help="with --variance: answers per item [1]", min=1)] = None,
+    level: Annotated[
+        float | None, typer.Option(help="without a report, which has its own: confidence level of the test [0.95]")
+    ] = None,
     as_json: Json = False,
 ) -> None:
     """How much text, or how many items, show a stated difference between two models."""
@@ -133,18 +139,24 @@ def power(
             raise SutureError(
                 "power: give a report, or --flips, or --variance", "for example suture power out/w4 --ratio 1.005"
             )
+        _refuse_unused(
+            "a report" if report is not None else "--flips" if flips is not None else "--variance",
+            {"--ratio": ratio, "--level": level, "--within": within, "--samples": samples},
+        )
         if report is not None:
-            rows = _needed_by(report, ratio, points, probability)
+            rows = _needed_by(report, 1.01 if ratio is None else ratio, points, probability)
             if as_json:
                 print(json.dumps({"power": probability, "rows": rows}, indent=1))
             else:
                 print_power(rows, probability)
             return
+        level = 0.95 if level is None else level
         if flips is not None:
             items = items_needed_from_flips(points / 100, flips, power=probability, level=level)
             of = f"where {100 * flips:g} % of the answers change"
         else:
             assert variance is not None
+            within, samples = within or 0.0, samples or 1
             more: dict[str, Any] = {"within_a": within, "within_b": within, "samples": samples}
             items = items_needed(points / 100, variance=variance, power=probability, level=level, **more)
             of = f"under a variance of {variance:g} between items and {within:g} within, {samples} answers an item"
@@ -152,6 +164,30 @@ def power(
             print(json.dumps({"power": probability, "level": level, "points": points, "items": items}, indent=1))
         else:
             print(f"{items:,} items show a difference of {points:g} points with {100 * probability:g} % power, {of}")
+
+
+_USED = {
+    "a report": {"--ratio"},
+    "--flips": {"--level"},
+    "--variance": {"--level", "--within", "--samples"},
+}
+
+
+def _refuse_unused(basis: str, given: dict[str, Any]) -> None:
+    """Raises SutureError for an option that what is known of the items does not go with."""
+    from ..checkpoint.errors import SutureError
+
+    for option, value in given.items():
+        if value is not None and option not in _USED[basis]:
+            raise SutureError(f"power: {option} does not go with {basis}", f"leave it out; {_GOES_WITH[option]}")
+
+
+_GOES_WITH = {
+    "--ratio": "it is of a report's texts",
+    "--level": "a report has its own level",
+    "--within": "it goes with --variance",
+    "--samples": "it goes with --variance",
+}
 
 
 def _needed_by(report: Path, ratio: float, points: float, probability: float) -> list[dict[str, Any]]:
@@ -174,7 +210,10 @@ def _needed_by(report: Path, ratio: float, points: float, probability: float) ->
             for row in needed(one, ratio=ratio, points=points, power=probability)
         ]
     except (AttributeError, KeyError, TypeError, StopIteration) as error:
-        raise SutureError(f"{found}: not a report of suture's ({error!r} is missing or of another kind)") from None
+        raise SutureError(
+            f"{found}: not a report of suture's ({error!r} is missing or of another kind)",
+            "give the report.json or comparison.json of suture report, or of a run with a report",
+        ) from None
 
 
 _REPORTS = ("report.json", "comparison.json")

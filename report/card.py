@@ -10,7 +10,8 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from .figures import bytes_text, figure_text, finite, interval_text
+from .figures import bytes_text, figure_text, finite
+from .markdown import task_lines
 from .page import metric, protocol_text
 
 MARK = "<!-- written by suture -->"
@@ -187,7 +188,7 @@ def _results(content: Mapping[str, Any]) -> list[str]:
         name = str(scored["name"] or scored["protocol"]["data"]).rsplit("/", 1)[-1]
         cells += [kl, scored["verdict"]["word"], protocol_text(scored["protocol"])]
         lines.append(f"| {name} | {' | '.join(cells)} |")
-    lines += _tasks([*content["tasks"], *content["generation"]])
+    lines += task_lines(content)
     level = metric(content["metrics"], "ppl_ratio")
     assert level is not None
     lines += [
@@ -203,22 +204,6 @@ def _results(content: Mapping[str, Any]) -> list[str]:
     ]
     if content["warnings"]:
         lines += [*(f"- {warning}" for warning in content["warnings"]), ""]
-    return lines
-
-
-def _tasks(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    if not rows:
-        return []
-    lines = ["", "| task | base | this model | difference, paired | protocol |", "|---|---|---|---|---|"]
-    for row in rows:
-        pair = row["paired"]
-        cells = [
-            f"{row['name']}, {row['metric']}",
-            *(figure_text(row[model], percent=True) for model in ("base", "candidate")),
-            interval_text(pair["difference"], pair["ci"], percent=True),
-            row["protocol"],
-        ]
-        lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from .figures import HUGE, figure_text, interval_text, number_text
 from .layers import layer_lines
-from .page import metric
+from .page import metric, protocol_text
 from .qlora_bases import bases_lines
 
 
@@ -48,7 +48,7 @@ def markdown(content: Mapping[str, Any]) -> str:
         lines.append(f"| bits per quantized weight, scales included | | {sizes['bits_per_quantized_weight']} |")
     lines += _fidelity_lines(content)
     lines += _set_lines(content["sets"])
-    lines += _task_lines(content)
+    lines += task_lines(content)
     if bases := bases_lines(content):
         lines += ["", "## Where the adapter is merged", "", *(f"- {line}" for line in bases)]
     lines += ["", f"Intervals: {ratio['method']}; a cluster is one {ratio['cluster']}.", "", "## Protocol", ""]
@@ -83,28 +83,25 @@ def _set_lines(sets: Sequence[Mapping[str, Any]]) -> list[str]:
     for row in sets:
         ratio, protocol = metric(row["metrics"], "ppl_ratio"), row["protocol"]
         assert ratio is not None
-        lines.append(
-            f"| {row['name']} | {_shown(ratio)} | {row['verdict']['word']} | {protocol['id']}, window "
-            f"{protocol['window']}, {protocol['n_scored']} tokens |"
-        )
+        lines.append(f"| {row['name']} | {_shown(ratio)} | {row['verdict']['word']} | {protocol_text(protocol)} |")
     return lines
 
 
-def _task_lines(content: Mapping[str, Any]) -> list[str]:
+def task_lines(content: Mapping[str, Any]) -> list[str]:
+    """A table of tasks, by log-likelihood and in words; empty without any."""
     rows = [*content["tasks"], *content["generation"]]
     if not rows:
         return []
-    lines = ["", "| task | items | base | candidate | difference | p, Holm |", "|---|---|---|---|---|---|"]
+    lines = ["", "| task | items | base | candidate | difference, paired | p, Holm | protocol |", "|---" * 7 + "|"]
     for row in rows:
-        models = [figure_text(row[model], percent=True) for model in ("base", "candidate")]
         pair = row["paired"]
-        difference = interval_text(pair["difference"], pair["ci"], percent=True)
         cells = [
             f"{row['name']}, {row['metric']}",
             str(row["n_items"]),
-            *models,
-            difference,
+            *(figure_text(row[model], percent=True) for model in ("base", "candidate")),
+            interval_text(pair["difference"], pair["ci"], percent=True),
             number_text(pair["p_holm"], 2),
+            row["protocol"],
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return lines

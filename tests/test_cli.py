@@ -626,6 +626,9 @@ def test_power_says_what_a_difference_needs(finished):
         (["out/suture.json"], "not a report of suture's"),
         (["nowhere"], "no report.json or comparison.json"),
         (["--flips", "0.001"], "needs at least so many"),
+        (["out", "--level", "0.9"], "--level does not go with a report; leave it out"),
+        (["--flips", "0.1", "--ratio", "1.02"], "--ratio does not go with --flips"),
+        (["--flips", "0.1", "--samples", "2"], "--samples does not go with --flips"),
     ):
         done = warm.suture("power", *wrong, cwd=home)
         assert done.code == 1 and why in done.err and "Traceback" not in done.err
